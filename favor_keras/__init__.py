@@ -1,0 +1,31 @@
+"""Keras layers whose cost grows linearly with the length of the sequence."""
+
+import os
+
+_BACKEND_HELP = (
+    "favor_keras needs Keras to run on TensorFlow. Set the environment variable KERAS_BACKEND=tensorflow "
+    "before Keras is first imported (without it the choice comes from ~/.keras/keras.json)."
+)
+
+try:
+    import keras
+except ImportError as error:
+    if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow":
+        raise
+    raise ImportError(f"{_BACKEND_HELP} KERAS_BACKEND is {os.environ['KERAS_BACKEND']!r}.") from error
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(f"{_BACKEND_HELP} The backend is {keras.backend.backend()!r}.")
+
+from favor_keras import ops  # noqa: E402
+from favor_keras.ops import (  # noqa: E402
+    causal_denominator,
+    causal_numerator,
+    create_projection_matrix,
+    favor_attention,
+    linear_attention,
+    noncausal_denominator,
+    noncausal_numerator,
+    relu_kernel_transformation,
+    softmax_kernel_transformation,
+)

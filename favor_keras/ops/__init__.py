@@ -1,0 +1,19 @@
+"""Functions on tensors: projections, kernels, scans and attention, without weights."""
+
+from favor_keras.ops.attention import (
+    causal_denominator,
+    causal_numerator,
+    favor_attention,
+    noncausal_denominator,
+    noncausal_numerator,
+)
+from favor_keras.ops.chunk_scan import scan_chunks
+from favor_keras.ops.kernels import (
+    KernelTransformation,
+    ReluKernel,
+    SoftmaxKernel,
+    relu_kernel_transformation,
+    softmax_kernel_transformation,
+)
+from favor_keras.ops.linear_attention import linear_attention
+from favor_keras.ops.projections import create_projection_matrix

@@ -1,0 +1,208 @@
+"""Kernel transformations: feature maps f with f(q) . f(k) = K(q, k), exactly or on average.
+
+The rows w of the random projection W [M, D] are drawn from N(0, 1) (see `projections`). Then
+
+    E[exp(w . q - |q|^2 / 2) exp(w . k - |k|^2 / 2)] = exp(q . k),
+
+which makes positive random features of the softmax kernel. exp() of an unbounded number needs a
+reference to divide by. The original code divides the keys by the maximum over the whole sequence,
+through which a causal output sees the future. `scaled_features` gives every key its own reference
+instead, and returns it as a log scale that `linear_attention` carries along.
+"""
+
+import keras
+import tensorflow as tf
+
+from favor_keras.ops.precision import full_precision
+
+
+class KernelTransformation:
+    """A kernel that attention can be built on, given by its features.
+
+    Attention computes the features chunk by chunk, so `scaled_features` must treat every position
+    alone. To make a kernel, subclass this and define `scaled_features`; to save layers that use it,
+    decorate the subclass with `keras.saving.register_keras_serializable` (and, if its constructor
+    has arguments, define `get_config`).
+
+    Calling the kernel gives the features alone, with the signature of the original Performer code:
+    `kernel(data, is_query, projection_matrix=None, numerical_stabilizer=None)`, [B, T, H, D] ->
+    [B, T, H, M] in the dtype of `data`.
+
+    Example:
+
+    >>> import keras, tensorflow as tf
+    >>> from favor_keras import SelfAttention
+    >>> from favor_keras.ops import KernelTransformation
+    >>> @keras.saving.register_keras_serializable(package="example")
+    ... class ExpKernel(KernelTransformation):
+    ...     def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+    ...         log_scale = tf.reduce_max(data, axis=-1)
+    ...         return tf.exp(data - log_scale[..., None]), log_scale
+    >>> SelfAttention(8, 2, kernel_transformation=ExpKernel())(tf.ones([1, 5, 8])).shape
+    TensorShape([1, 5, 8])
+    """
+
+    default_stabilizer = 1e-3
+    needs_projection = False
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        """Features in a safe range and the logarithm of the factor that was taken out of them.
+
+        Args:
+            data: [..., D], float32 or float64.
+            is_query: whether `data` are queries or keys. A factor common to all features of one
+                query cancels in attention, so queries need no log scale.
+            projection_matrix: W [M, D], or None.
+            numerical_stabilizer: a small number added to the features; None is the kernel's own.
+
+        Returns:
+            `(features, log_scale)`, [..., M] and [...] or None (which is 0), such that the true
+            features are exp(log_scale) * features.
+        """
+        raise NotImplementedError
+
+    def num_features(self, size, projection_matrix=None):
+        """M, for data of D = `size`."""
+        return size if projection_matrix is None else projection_matrix.shape[0]
+
+    def __call__(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        return self._in_full_precision(self._features, data, is_query, projection_matrix, numerical_stabilizer)
+
+    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
+        features, log_scale = self.scaled_features(data, is_query, projection_matrix, numerical_stabilizer)
+        return features if log_scale is None else features * tf.exp(log_scale)[..., None]
+
+    @staticmethod
+    def _in_full_precision(features, data, is_query, projection_matrix, numerical_stabilizer):
+        data = tf.convert_to_tensor(data)
+        if projection_matrix is not None:
+            projection_matrix = tf.cast(projection_matrix, full_precision(data))
+        result = features(tf.cast(data, full_precision(data)), is_query, projection_matrix, numerical_stabilizer)
+        return tf.cast(result, data.dtype)
+
+    def _stabilizer(self, numerical_stabilizer):
+        return self.default_stabilizer if numerical_stabilizer is None else numerical_stabilizer
+
+    def get_config(self):
+        return {}
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
+class SoftmaxKernel(KernelTransformation):
+    """Positive random features of the softmax kernel exp(q . k / sqrt(D)).
+
+        f(x) = exp(W x' - |x'|^2 / 2) / sqrt(M),    x' = x / D^(1/4)
+
+    Called directly, with the features of the original code, it subtracts a maximum in the exponent:
+    for queries the maximum over the M features of each position, which cancels because numerator
+    and denominator of a query share it; for keys the maximum over all positions and features of a
+    head, which cancels because all keys share it (and for which one has to know all positions).
+    Then `numerical_stabilizer` (default 1e-6) is added to the exponentials. In attention
+    `scaled_features` is used instead, where every key has a maximum of its own:
+
+        exp(W x' - max_m(W x')) + numerical_stabilizer,    log scale max_m(W x') - |x'|^2 / 2
+
+    Raises:
+        ValueError: if `projection_matrix` is None.
+
+    References:
+        arXiv:2009.14794, lemma 1
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import create_projection_matrix, softmax_kernel_transformation
+    >>> data = 0.5 * tf.random.stateless_normal([1, 6, 2, 16], seed=[0, 1])
+    >>> features = softmax_kernel_transformation(data, True, create_projection_matrix(64, 16))
+    >>> features.shape, bool(tf.reduce_min(features) > 0)
+    (TensorShape([1, 6, 2, 64]), True)
+    """
+
+    default_stabilizer = 1e-6
+    needs_projection = True
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        projected, half_norm = self._project(data, projection_matrix)
+        maximum = tf.reduce_max(projected, axis=-1)
+        # No 1 / sqrt(M): it cancels, as it does not depend on the position.
+        features = tf.exp(projected - maximum[..., None]) + self._stabilizer(numerical_stabilizer)
+        return features, None if is_query else maximum - half_norm
+
+    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
+        projected, half_norm = self._project(data, projection_matrix)
+        maximum = tf.reduce_max(projected, axis=-1 if is_query else (1, 3), keepdims=True)
+        features = tf.exp(projected - half_norm[..., None] - maximum) + self._stabilizer(numerical_stabilizer)
+        return features / tf.sqrt(tf.cast(tf.shape(projected)[-1], data.dtype))
+
+    def _project(self, data, projection_matrix):
+        if projection_matrix is None:
+            raise ValueError("projection_matrix: the softmax kernel needs a matrix [M, D], received None")
+        data *= float(data.shape[-1]) ** -0.25
+        return project(data, projection_matrix), tf.reduce_sum(tf.square(data), axis=-1) / 2
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
+class ReluKernel(KernelTransformation):
+    """ReLU features, of the data themselves or of random projections of them.
+
+        f(x) = relu(x) + numerical_stabilizer,
+        f(x) = relu(W x) / sqrt(M) + numerical_stabilizer    with a projection matrix,
+
+    `numerical_stabilizer` is 1e-3 by default. With a projection f(q) . f(k) estimates the arc-cosine
+    kernel of order 1, |q| |k| (sin t + (pi - t) cos t) / (2 pi), t the angle between q and k.
+
+    References:
+        arXiv:2009.14794, section 4; arXiv:1305.5078
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import relu_kernel_transformation
+    >>> relu_kernel_transformation(tf.constant([[[[-1.0, 2.0]]]]), True).numpy().round(3).tolist()
+    [[[[0.0010000000474974513, 2.000999927520752]]]]
+    """
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        if projection_matrix is not None:
+            data = project(data, projection_matrix)
+            data /= tf.sqrt(tf.cast(tf.shape(data)[-1], data.dtype))
+        return tf.nn.relu(data) + self._stabilizer(numerical_stabilizer), None
+
+
+softmax_kernel_transformation = SoftmaxKernel()
+relu_kernel_transformation = ReluKernel()
+
+KERNELS = {"softmax": softmax_kernel_transformation, "relu": relu_kernel_transformation}
+
+
+def get_kernel(kernel_transformation):
+    """The kernel of a name in `KERNELS`; a kernel object or a function is returned as it is.
+
+    Raises:
+        ValueError: for an unknown name or anything else.
+    """
+    if isinstance(kernel_transformation, str) and kernel_transformation in KERNELS:
+        return KERNELS[kernel_transformation]
+    if callable(kernel_transformation):
+        return kernel_transformation
+    raise ValueError(
+        f"kernel_transformation must be one of {sorted(KERNELS)}, a KernelTransformation or a function "
+        f"(data, is_query, projection_matrix, numerical_stabilizer) -> features, received {kernel_transformation!r}"
+    )
+
+
+def project(data, projection_matrix):
+    """W x for data [..., D] and W [M, D]: [..., M]."""
+    if projection_matrix.shape.rank != 2 or not data.shape[-1:].is_compatible_with(projection_matrix.shape[1:]):
+        raise ValueError(
+            f"projection_matrix must be [features, {data.shape[-1]}] for data {data.shape}, "
+            f"received {projection_matrix.shape}"
+        )
+    rows = tf.matmul(tf.reshape(data, [-1, tf.shape(data)[-1]]), projection_matrix, transpose_b=True)
+    projected = tf.reshape(rows, tf.concat([tf.shape(data)[:-1], tf.shape(projection_matrix)[:1]], axis=0))
+    projected.set_shape([*data.shape[:-1], projection_matrix.shape[0]])
+    return projected
