@@ -70,7 +70,7 @@ def kernel_attention(
     def featurize(data, is_query, constants):
         return kernel.scaled_features(data, is_query, *(constants or (None,)), numerical_stabilizer)
 
-    num_features = kernel.num_features(key.shape[-1], *constants)
+    num_features = kernel.num_features(key.shape[-1], *(matrix.shape[0] for matrix in constants))
     return attend(query, key, value, featurize, constants, num_features=num_features, **options)
 
 

@@ -61,9 +61,9 @@ class KernelTransformation:
         """
         raise NotImplementedError
 
-    def num_features(self, size, projection_matrix=None):
-        """M, for data of D = `size`."""
-        return size if projection_matrix is None else projection_matrix.shape[0]
+    def num_features(self, size, num_projections=None):
+        """The number of features of data of D = `size` with that many rows in W, None for no W."""
+        return size if num_projections is None else num_projections
 
     def __call__(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
         return self._in_full_precision(self._features, data, is_query, projection_matrix, numerical_stabilizer)
@@ -180,19 +180,40 @@ KERNELS = {"softmax": softmax_kernel_transformation, "relu": relu_kernel_transfo
 
 
 def get_kernel(kernel_transformation):
-    """The kernel of a name in `KERNELS`; a kernel object or a function is returned as it is.
+    """The kernel of a name in `KERNELS` or of a config; a kernel or a function is returned as it is.
 
     Raises:
         ValueError: for an unknown name or anything else.
     """
     if isinstance(kernel_transformation, str) and kernel_transformation in KERNELS:
         return KERNELS[kernel_transformation]
+    if isinstance(kernel_transformation, dict):
+        kernel_transformation = keras.saving.deserialize_keras_object(kernel_transformation)
     if callable(kernel_transformation):
         return kernel_transformation
     raise ValueError(
         f"kernel_transformation must be one of {sorted(KERNELS)}, a KernelTransformation or a function "
         f"(data, is_query, projection_matrix, numerical_stabilizer) -> features, received {kernel_transformation!r}"
     )
+
+
+def serialize_kernel(kernel):
+    """What `get_kernel` makes the kernel from again: its name, or the config of a registered one.
+
+    Raises:
+        ValueError: if the class or function is not registered with Keras (it would be saved under a
+            bare name, under which something else may be found when it is loaded).
+    """
+    for name, known in KERNELS.items():
+        if kernel is known:
+            return name
+    registered = type(kernel) if isinstance(kernel, KernelTransformation) else kernel
+    if keras.saving.get_registered_object(keras.saving.get_registered_name(registered)) is None:
+        raise ValueError(
+            f"kernel_transformation {registered.__name__} can be saved only if it is decorated with "
+            "@keras.saving.register_keras_serializable(package=...)"
+        )
+    return keras.saving.serialize_keras_object(kernel)
 
 
 def project(data, projection_matrix):

@@ -32,6 +32,8 @@ from favor_keras.ops.precision import full_precision
 CAUSAL_CHUNK_SIZE = 64
 NONCAUSAL_CHUNK_SIZE = 1024
 
+STATE_NAMES = ("numerator", "denominator", "log_scale")
+
 
 def zero_state(batch_size, num_heads, num_features, value_size, dtype="float32"):
     """The state of linear attention before the first token.

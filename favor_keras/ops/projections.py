@@ -46,19 +46,38 @@ def create_projection_matrix(m, d, seed=0, scaling=0, struct_mode=False):
     >>> bool(tf.reduce_max(tf.abs(products - 8.0 * tf.eye(8))) < 1e-4)
     True
     """
+    kind = "givens" if struct_mode else "orthogonal"
+    return draw_projection(m, d, seed, kind=kind, scaling=scaling)
+
+
+def draw_projection(m, d, seed=0, *, kind="orthogonal", scaling=0):
+    """A random matrix [m, d]: `create_projection_matrix` with a choice of the row directions.
+
+    Args:
+        m, d, seed, scaling: see `create_projection_matrix`.
+        kind: "orthogonal" (QR), "givens" (random Givens rotations) or "iid" (independent rows).
+
+    Raises:
+        ValueError: for an unknown kind, and as `create_projection_matrix`.
+    """
     for name, size in (("m", m), ("d", d)):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be a positive integer, received {size!r}")
     if scaling not in (0, 1):
         raise ValueError(f"scaling must be 0 (chi(d) lengths) or 1 (sqrt(d) lengths), received {scaling!r}")
+    if kind not in DIRECTIONS:
+        raise ValueError(f"kind must be one of {sorted(DIRECTIONS)}, received {kind!r}")
     directions_seed, lengths_seed = _seeds(seed, 2)
     num_blocks = math.ceil(m / d)
-    blocks = givens_blocks if struct_mode else haar_blocks
-    directions = tf.reshape(blocks(num_blocks, d, directions_seed), [num_blocks * d, d])[:m]
+    directions = tf.reshape(DIRECTIONS[kind](num_blocks, d, directions_seed), [num_blocks * d, d])[:m]
     if scaling == 1:
         return directions * math.sqrt(d)
-    lengths = tf.norm(_normal([num_blocks * d, d], lengths_seed)[:m], axis=1, keepdims=True)
-    return directions * lengths
+    return directions * tf.norm(_normal([num_blocks * d, d], lengths_seed)[:m], axis=1, keepdims=True)
+
+
+def iid_blocks(num_blocks, d, seed):
+    """Independent unit vectors [num_blocks, d, d], uniform on the sphere."""
+    return tf.math.l2_normalize(_normal([num_blocks, d, d], seed), axis=-1)
 
 
 def haar_blocks(num_blocks, d, seed):
@@ -90,6 +109,9 @@ def givens_blocks(num_blocks, d, seed):
         # `order` sends position to row; sorting it sends the turned rows back to their places.
         matrix = tf.gather(tf.concat(turned, axis=1), tf.argsort(order, axis=1), batch_dims=1)
     return matrix
+
+
+DIRECTIONS = {"orthogonal": haar_blocks, "givens": givens_blocks, "iid": iid_blocks}
 
 
 def _seeds(seed, count):

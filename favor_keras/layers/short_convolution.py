@@ -1,0 +1,88 @@
+import keras
+import tensorflow as tf
+
+from favor_keras.layers.masks import zero_where_masked
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
+class ShortConvolution(keras.layers.Layer):
+    """A causal depthwise convolution along the sequence, then SiLU.
+
+        y_t = silu(sum_{i < width} kernel_i * x_{t - width + 1 + i}),
+
+    each channel by itself, with zeros before the first position. A mixer of long range whose
+    queries, keys and values go through it first sees every position together with its neighbours.
+
+    Masked positions are passed over, not read as zeros: each position sees the last `width - 1`
+    that are there, so padding on either side or inside changes nothing.
+
+    Args:
+        width: number of positions that an output sees, at least 1.
+        kernel_initializer: default uniform within +-1 / sqrt(width).
+        **kwargs: name, dtype and trainable.
+
+    Call arguments:
+        inputs: [B, T, channels].
+        mask: boolean [B, T] or None.
+        history: the `width - 1` inputs before the first, [B, width - 1, channels]; None is zeros.
+
+    Returns:
+        `(outputs, history)`: [B, T, channels], and the last `width - 1` inputs for the next call.
+
+    Raises:
+        ValueError: if `width` is not a positive integer.
+
+    Example:
+
+    >>> import keras
+    >>> from favor_keras.layers import ShortConvolution
+    >>> outputs, history = ShortConvolution(4)(keras.ops.ones([2, 10, 8]))
+    >>> outputs.shape, history.shape
+    (TensorShape([2, 10, 8]), TensorShape([2, 3, 8]))
+    """
+
+    def __init__(self, width, kernel_initializer=None, **kwargs):
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"width must be a positive integer, received {width!r}")
+        self.width = width
+        if kernel_initializer is None:
+            kernel_initializer = keras.initializers.RandomUniform(-(width**-0.5), width**-0.5)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.supports_masking = True
+
+    def build(self, inputs_shape):
+        self.kernel = self.add_weight(
+            name="kernel", shape=(self.width, inputs_shape[-1]), initializer=self.kernel_initializer
+        )
+
+    def call(self, inputs, mask=None, history=None):
+        inputs = tf.cast(inputs, self.compute_dtype)
+        if history is None:
+            history = tf.zeros([tf.shape(inputs)[0], self.width - 1, inputs.shape[-1]], inputs.dtype)
+        history = tf.cast(history, inputs.dtype)
+        if mask is None:
+            inputs = tf.concat([history, inputs], axis=1)
+            return self._convolve(inputs), inputs[:, tf.shape(inputs)[1] - self.width + 1 :]
+        mask = tf.cast(mask, tf.bool)
+        kept_first = tf.argsort(tf.cast(~mask, tf.int32), axis=1, stable=True)
+        inputs = tf.concat([history, tf.gather(inputs, kept_first, batch_dims=1)], axis=1)
+        place = tf.cumsum(tf.cast(mask, tf.int32), axis=1)
+        outputs = tf.gather(self._convolve(inputs), tf.maximum(place - 1, 0), batch_dims=1)
+        last = place[:, -1:] + tf.range(self.width - 1)
+        return zero_where_masked(outputs, mask), tf.gather(inputs, last, batch_dims=1)
+
+    def _convolve(self, inputs):
+        kernel = tf.cast(self.kernel, inputs.dtype)
+        length = tf.shape(inputs)[1] - self.width + 1
+        return tf.nn.silu(sum(kernel[i] * inputs[:, i : i + length] for i in range(self.width)))
+
+    def compute_output_shape(self, inputs_shape, mask_shape=None, history_shape=None):
+        return tuple(inputs_shape), (inputs_shape[0], self.width - 1, inputs_shape[-1])
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "width": self.width,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }
