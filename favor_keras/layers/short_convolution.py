@@ -2,6 +2,7 @@ import keras
 import tensorflow as tf
 
 from favor_keras.layers.masks import zero_where_masked
+from favor_keras.ops.causal_convolution import causal_convolution
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
@@ -73,9 +74,7 @@ class ShortConvolution(keras.layers.Layer):
         return zero_where_masked(outputs, mask), tf.gather(inputs, last, batch_dims=1)
 
     def _convolve(self, inputs):
-        kernel = tf.cast(self.kernel, inputs.dtype)
-        length = tf.shape(inputs)[1] - self.width + 1
-        return tf.nn.silu(sum(kernel[i] * inputs[:, i : i + length] for i in range(self.width)))
+        return tf.nn.silu(causal_convolution(inputs, tf.cast(self.kernel, inputs.dtype)))
 
     def compute_output_shape(self, inputs_shape, mask_shape=None, history_shape=None):
         return tuple(inputs_shape), (inputs_shape[0], self.width - 1, inputs_shape[-1])

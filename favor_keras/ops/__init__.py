@@ -7,6 +7,7 @@ from favor_keras.ops.attention import (
     noncausal_denominator,
     noncausal_numerator,
 )
+from favor_keras.ops.causal_convolution import causal_convolution
 from favor_keras.ops.chunk_scan import scan_chunks
 from favor_keras.ops.kernels import (
     KernelTransformation,
