@@ -20,7 +20,9 @@ def checked_mask(mask, tensor, name):
             f"{name} must have the shape [batch, length] = {tensor.shape[:2]}, received {mask.shape}. Linear "
             "attention can mask whole positions only; a mask over pairs needs exact attention."
         )
-    if tf.executing_eagerly() and not bool(tf.reduce_all((mask == tf.cast(True, mask.dtype)) | (mask == tf.cast(False, mask.dtype)))):
+    if tf.executing_eagerly() and not bool(
+        tf.reduce_all((mask == tf.cast(True, mask.dtype)) | (mask == tf.cast(False, mask.dtype)))
+    ):
         raise ValueError(f"{name} must contain only 1 (keep) and 0 (leave out), received other numbers")
     return tf.cast(mask, tf.bool)
 

@@ -131,7 +131,9 @@ class CausalLM(keras.Model):
     def _positions(self, token_ids, mask, cache, new_cache):
         """The embedding of each token's position among the tokens that are kept."""
         if token_ids.shape[1] is not None and token_ids.shape[1] > self.max_length:
-            raise ValueError(f"token_ids must have at most max_length={self.max_length} positions, received {token_ids.shape[1]}")
+            raise ValueError(
+                f"token_ids must have at most max_length={self.max_length} positions, received {token_ids.shape[1]}"
+            )
         kept = tf.ones_like(token_ids, tf.int32) if mask is None else tf.cast(mask, tf.int32)
         positions = tf.cumsum(kept, axis=1)
         if cache is not None:

@@ -10,9 +10,14 @@ from favor_keras.ops.attention import (
 from favor_keras.ops.causal_convolution import causal_convolution
 from favor_keras.ops.chunk_scan import scan_chunks
 from favor_keras.ops.kernels import (
+    EluKernel,
+    GeneralizedKernel,
+    HyperbolicSoftmaxKernel,
     KernelTransformation,
     ReluKernel,
     SoftmaxKernel,
+    TrigonometricSoftmaxKernel,
+    get_kernel,
     relu_kernel_transformation,
     softmax_kernel_transformation,
 )

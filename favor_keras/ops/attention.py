@@ -62,7 +62,9 @@ def kernel_attention(
     kernel = get_kernel(kernel_transformation)
     if not isinstance(kernel, KernelTransformation):
         stabilizer = {} if numerical_stabilizer is None else {"numerical_stabilizer": numerical_stabilizer}
-        features = (kernel(x, is_query, projection_matrix, **stabilizer) for x, is_query in ((query, True), (key, False)))
+        features = (
+            kernel(x, is_query, projection_matrix, **stabilizer) for x, is_query in ((query, True), (key, False))
+        )
         return linear_attention(*features, value, return_state=True, **options)
 
     constants = () if projection_matrix is None else (tf.cast(projection_matrix, full_precision(value)),)
@@ -71,7 +73,16 @@ def kernel_attention(
         return kernel.scaled_features(data, is_query, *(constants or (None,)), numerical_stabilizer)
 
     num_features = kernel.num_features(key.shape[-1], *(matrix.shape[0] for matrix in constants))
-    return attend(query, key, value, featurize, constants, num_features=num_features, **options)
+    return attend(
+        query,
+        key,
+        value,
+        featurize,
+        constants,
+        num_features=num_features,
+        denominator_stabilizer=kernel.denominator_stabilizer,
+        **options,
+    )
 
 
 def causal_numerator(qs, ks, vs):

@@ -107,9 +107,7 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
         def body(i, d_state, d_constants, d_inputs):
             n = grid.num_chunks - 1 - i
             start = tuple(tf.gather(s, n) for s in starts)
-            gradients = _pull_back(
-                chunk_results, start + _at(n, chunks) + constants, _at(n, d_outputs) + d_state
-            )
+            gradients = _pull_back(chunk_results, start + _at(n, chunks) + constants, _at(n, d_outputs) + d_state)
             d_start, d_chunk, d_constant = _cut(gradients, num_states, num_inputs, num_constants)
             d_constants = tuple(total + d for total, d in zip(d_constants, d_constant))
             return i + 1, _with_shapes(d_start, d_state), d_constants, _write(d_inputs, n, d_chunk)

@@ -10,6 +10,8 @@ through which a causal output sees the future. `scaled_features` gives every key
 instead, and returns it as a log scale that `linear_attention` carries along.
 """
 
+import math
+
 import keras
 import tensorflow as tf
 
@@ -44,6 +46,8 @@ class KernelTransformation:
 
     default_stabilizer = 1e-3
     needs_projection = False
+    # Sums of features of both signs can come near 0; attention then adds twice this to them.
+    denominator_stabilizer = 0.0
 
     def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
         """Features in a safe range and the logarithm of the factor that was taken out of them.
@@ -146,6 +150,74 @@ class SoftmaxKernel(KernelTransformation):
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
+class HyperbolicSoftmaxKernel(SoftmaxKernel):
+    """Positive features of the softmax kernel exp(q . k / sqrt(D)) from every row and its opposite.
+
+        f(x) = [exp(W x'), exp(-W x')] exp(-|x'|^2 / 2) / sqrt(2 M),    x' = x / D^(1/4)
+
+    Less variance than `SoftmaxKernel` with as many rows in W, for twice the features.
+
+    References:
+        arXiv:2009.14794, lemma 1 and section 2.3
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import create_projection_matrix, get_kernel
+    >>> kernel = get_kernel("softmax_hyperbolic")
+    >>> kernel(tf.ones([1, 6, 2, 16]), True, create_projection_matrix(32, 16)).shape
+    TensorShape([1, 6, 2, 64])
+    """
+
+    def num_features(self, size, num_projections=None):
+        return 2 * num_projections
+
+    def _project(self, data, projection_matrix):
+        projected, half_norm = super()._project(data, projection_matrix)
+        return tf.concat([projected, -projected], axis=-1), half_norm
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
+class TrigonometricSoftmaxKernel(SoftmaxKernel):
+    """Trigonometric (random Fourier) features of the softmax kernel exp(q . k / sqrt(D)).
+
+        f(x) = [cos(W x'), sin(W x')] exp(|x'|^2 / 2) / sqrt(M),    x' = x / D^(1/4)
+
+    Unbiased like the positive features, but of both signs: where the kernel is small their error is
+    large against it. Without a stabilizer by default. Called directly, the largest |x'|^2 / 2 of a
+    head is subtracted in the exponent, as in the original code; in attention it is the log scale.
+
+    References:
+        arXiv:2009.14794, section 2.3; Rahimi and Recht, Random Features for Large-Scale Kernel Machines
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import create_projection_matrix, get_kernel
+    >>> kernel = get_kernel("softmax_trig")
+    >>> kernel(tf.ones([1, 6, 2, 16]), True, create_projection_matrix(32, 16)).shape
+    TensorShape([1, 6, 2, 64])
+    """
+
+    default_stabilizer = 0.0
+    denominator_stabilizer = 1e-6
+
+    def num_features(self, size, num_projections=None):
+        return 2 * num_projections
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        projected, half_norm = self._project(data, projection_matrix)
+        waves = tf.concat([tf.cos(projected), tf.sin(projected)], axis=-1)
+        return waves + self._stabilizer(numerical_stabilizer), None if is_query else half_norm
+
+    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
+        waves, _ = self.scaled_features(data, True, projection_matrix, numerical_stabilizer)
+        _, half_norm = self._project(data, projection_matrix)
+        scale = tf.exp(half_norm - tf.reduce_max(half_norm, axis=1, keepdims=True))
+        return waves * scale[..., None] / tf.sqrt(tf.cast(tf.shape(projection_matrix)[0], data.dtype))
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
 class ReluKernel(KernelTransformation):
     """ReLU features, of the data themselves or of random projections of them.
 
@@ -173,10 +245,136 @@ class ReluKernel(KernelTransformation):
         return tf.nn.relu(data) + self._stabilizer(numerical_stabilizer), None
 
 
+@keras.saving.register_keras_serializable(package="favor_keras")
+class GeneralizedKernel(KernelTransformation):
+    """Features of any elementwise function g, of the data or of random projections of them.
+
+        f(x) = g(x) + numerical_stabilizer,    f(x) = g(W x) + numerical_stabilizer
+
+    `numerical_stabilizer` is 1e-3 by default. With a projection whose rows are normal, f(q) . f(k) / M
+    estimates E[g(w . q) g(w . k)] for normal w; with a = |q|, b = |k|, r = q . k, t the angle between:
+
+        identity     r
+        cos          (exp(-|q - k|^2 / 2) + exp(-|q + k|^2 / 2)) / 2
+        sin          (exp(-|q - k|^2 / 2) - exp(-|q + k|^2 / 2)) / 2
+        exp          exp(|q + k|^2 / 2)
+        abs          2 a b (sin t + (pi / 2 - t) cos t) / pi
+        requ         a^2 b^2 (3 sin t cos t + (pi - t) (1 + 2 cos^2 t)) / (2 pi), g(x) = relu(x)^2
+        tanh, sigmoid, gelu, shifted_elu: the same expectation, with g(x) = elu(x) + 1 for the last
+
+    Args:
+        function: a name of the above, or a function of a tensor (registered with Keras, if layers
+            that use it are to be saved).
+
+    Raises:
+        ValueError: for an unknown name.
+
+    References:
+        arXiv:2009.14794, section 2.2
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import GeneralizedKernel
+    >>> GeneralizedKernel("abs")(tf.constant([[[[-2.0, 3.0]]]]), True).numpy().round(3).tolist()
+    [[[[2.000999927520752, 3.0009999275207520]]]]
+    """
+
+    denominator_stabilizer = 1e-6
+
+    def __init__(self, function):
+        if isinstance(function, dict):
+            function = keras.saving.deserialize_keras_object(function)
+        if not callable(function) and function not in GENERALIZED_FUNCTIONS:
+            raise ValueError(
+                f"function must be one of {sorted(GENERALIZED_FUNCTIONS)} or a function of a tensor, received {function!r}"
+            )
+        self.function = function
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        if projection_matrix is not None:
+            data = project(data, projection_matrix)
+        if self.function == "exp":
+            return self._scaled_exp(data, is_query, self._stabilizer(numerical_stabilizer))
+        function = self.function if callable(self.function) else GENERALIZED_FUNCTIONS[self.function]
+        return function(data) + self._stabilizer(numerical_stabilizer), None
+
+    @staticmethod
+    def _scaled_exp(data, is_query, stabilizer):
+        log_scale = tf.maximum(tf.reduce_max(data, axis=-1), 0.0)
+        features = tf.exp(data - log_scale[..., None]) + stabilizer * tf.exp(-log_scale)[..., None]
+        return features, None if is_query else log_scale
+
+    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
+        # A query's log scale is left out where it cancels, but not from features called for themselves.
+        return super()._features(data, False, projection_matrix, numerical_stabilizer)
+
+    def get_config(self):
+        if callable(self.function):
+            return {"function": serialize_registered(self.function)}
+        return {"function": self.function}
+
+
+@keras.saving.register_keras_serializable(package="favor_keras")
+class EluKernel(KernelTransformation):
+    """f(x) = elu(x) + 1, that is x + 1 for x > 0 and exp(x) otherwise; of W x with a projection.
+
+    Positive everywhere, so without a stabilizer by default; exp(x) is computed as such, where
+    elu(x) + 1 would round to 0 in low precision, and a position whose features are all small keeps
+    them by its log scale.
+
+    References:
+        arXiv:2006.16236
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import get_kernel
+    >>> get_kernel("elu")(tf.constant([[[[-30.0, 2.0]]]], tf.bfloat16), True)[0, 0, 0, 0].numpy() > 0
+    True
+    """
+
+    default_stabilizer = 0.0
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        if projection_matrix is not None:
+            data = project(data, projection_matrix)
+        log_scale = tf.minimum(tf.reduce_max(data, axis=-1), 0.0)
+        features = tf.where(data > 0, data + 1.0, tf.exp(tf.minimum(data, 0.0) - log_scale[..., None]))
+        return features + self._stabilizer(numerical_stabilizer), log_scale
+
+    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
+        if projection_matrix is not None:
+            data = project(data, projection_matrix)
+        features = tf.where(data > 0, data + 1.0, tf.exp(tf.minimum(data, 0.0)))
+        return features + self._stabilizer(numerical_stabilizer)
+
+
 softmax_kernel_transformation = SoftmaxKernel()
 relu_kernel_transformation = ReluKernel()
 
-KERNELS = {"softmax": softmax_kernel_transformation, "relu": relu_kernel_transformation}
+GENERALIZED_FUNCTIONS = {
+    "cos": tf.cos,
+    "sin": tf.sin,
+    "tanh": tf.tanh,
+    "sigmoid": tf.sigmoid,
+    # x times the normal distribution function; TensorFlow's erf is not exact to float64.
+    "gelu": lambda x: 0.5 * x * tf.math.erfc(-x * math.sqrt(0.5)),
+    "requ": lambda x: tf.square(tf.nn.relu(x)),
+    "exp": tf.exp,
+    "identity": tf.identity,
+    "shifted_elu": lambda x: tf.nn.elu(x) + 1.0,
+    "abs": tf.abs,
+}
+
+KERNELS = {
+    "softmax": softmax_kernel_transformation,
+    "softmax_hyperbolic": HyperbolicSoftmaxKernel(),
+    "softmax_trig": TrigonometricSoftmaxKernel(),
+    "relu": relu_kernel_transformation,
+    "elu": EluKernel(),
+    **{name: GeneralizedKernel(name) for name in GENERALIZED_FUNCTIONS},
+}
 
 
 def get_kernel(kernel_transformation):
@@ -201,16 +399,21 @@ def serialize_kernel(kernel):
     """What `get_kernel` makes the kernel from again: its name, or the config of a registered one.
 
     Raises:
-        ValueError: if the class or function is not registered with Keras (it would be saved under a
-            bare name, under which something else may be found when it is loaded).
+        ValueError: if the class or function is not registered with Keras. (It would be saved by its
+            bare name, by which something else may be found on loading.)
     """
     for name, known in KERNELS.items():
         if kernel is known:
             return name
+    return serialize_registered(kernel)
+
+
+def serialize_registered(kernel):
+    """The config of a kernel object or a function; a ValueError if Keras does not know its class."""
     registered = type(kernel) if isinstance(kernel, KernelTransformation) else kernel
     if keras.saving.get_registered_object(keras.saving.get_registered_name(registered)) is None:
         raise ValueError(
-            f"kernel_transformation {registered.__name__} can be saved only if it is decorated with "
+            f"kernel_transformation: {registered.__name__} can be saved only if it is decorated with "
             "@keras.saving.register_keras_serializable(package=...)"
         )
     return keras.saving.serialize_keras_object(kernel)

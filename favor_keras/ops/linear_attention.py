@@ -99,6 +99,7 @@ def attend(
     normalize=True,
     initial_state=None,
     chunk_size=None,
+    denominator_stabilizer=0.0,
 ):
     """Linear attention whose features are computed chunk by chunk, and so are never stored whole.
 
@@ -110,6 +111,8 @@ def attend(
         constants: tensors for `featurize`, through which gradients flow.
         num_features: M.
         key_log_scale, causal, normalize, initial_state, chunk_size: see `linear_attention`.
+        denominator_stabilizer: twice this is added to denominators (of sums scaled by exp(-m)) no
+            larger than this, which features of both signs can give.
 
     Returns:
         The output [B, T, H, D] and the state after the last key.
@@ -130,6 +133,9 @@ def attend(
         return features, _heads_first(chunk["value"], dtype), given if log_scale is None else log_scale + given
 
     def finish(numerator, denominator, log_scale):
+        if denominator_stabilizer:
+            small = tf.abs(denominator) <= denominator_stabilizer
+            denominator += 2 * denominator_stabilizer * tf.cast(small, dtype)
         output = tf.math.divide_no_nan(numerator, denominator) if normalize else numerator * tf.exp(log_scale)
         return tf.cast(tf.transpose(output, [0, 2, 1, 3]), value.dtype)
 
