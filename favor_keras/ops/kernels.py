@@ -54,8 +54,7 @@ class KernelTransformation:
 
         Args:
             data: [..., D], float32 or float64.
-            is_query: whether `data` are queries or keys. A factor common to all features of one
-                query cancels in attention, so queries need no log scale.
+            is_query: whether `data` are queries or keys.
             projection_matrix: W [M, D], or None.
             numerical_stabilizer: a small number added to the features; None is the kernel's own.
 
@@ -108,7 +107,8 @@ class SoftmaxKernel(KernelTransformation):
     Then `numerical_stabilizer` (default 1e-6) is added to the exponentials. In attention
     `scaled_features` is used instead, where every key has a maximum of its own:
 
-        exp(W x' - max_m(W x')) + numerical_stabilizer,    log scale max_m(W x') - |x'|^2 / 2
+        exp(W x' - max_m(W x')) + numerical_stabilizer,
+        log scale = max_m(W x') - |x'|^2 / 2 - ln(M) / 2
 
     Raises:
         ValueError: if `projection_matrix` is None.
@@ -132,9 +132,9 @@ class SoftmaxKernel(KernelTransformation):
     def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
         projected, half_norm = self._project(data, projection_matrix)
         maximum = tf.reduce_max(projected, axis=-1)
-        # No 1 / sqrt(M): it cancels, as it does not depend on the position.
         features = tf.exp(projected - maximum[..., None]) + self._stabilizer(numerical_stabilizer)
-        return features, None if is_query else maximum - half_norm
+        num_features = tf.cast(tf.shape(projected)[-1], data.dtype)
+        return features, maximum - half_norm - tf.math.log(num_features) / 2
 
     def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
         projected, half_norm = self._project(data, projection_matrix)
@@ -207,14 +207,13 @@ class TrigonometricSoftmaxKernel(SoftmaxKernel):
 
     def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
         projected, half_norm = self._project(data, projection_matrix)
-        waves = tf.concat([tf.cos(projected), tf.sin(projected)], axis=-1)
-        return waves + self._stabilizer(numerical_stabilizer), None if is_query else half_norm
+        waves = tf.concat([tf.cos(projected), tf.sin(projected)], axis=-1) + self._stabilizer(numerical_stabilizer)
+        return waves, half_norm - tf.math.log(tf.cast(tf.shape(projected)[-1], data.dtype)) / 2
 
     def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
-        waves, _ = self.scaled_features(data, True, projection_matrix, numerical_stabilizer)
+        waves, log_scale = self.scaled_features(data, is_query, projection_matrix, numerical_stabilizer)
         _, half_norm = self._project(data, projection_matrix)
-        scale = tf.exp(half_norm - tf.reduce_max(half_norm, axis=1, keepdims=True))
-        return waves * scale[..., None] / tf.sqrt(tf.cast(tf.shape(projection_matrix)[0], data.dtype))
+        return waves * tf.exp(log_scale - tf.reduce_max(half_norm, axis=1, keepdims=True))[..., None]
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
@@ -295,19 +294,15 @@ class GeneralizedKernel(KernelTransformation):
         if projection_matrix is not None:
             data = project(data, projection_matrix)
         if self.function == "exp":
-            return self._scaled_exp(data, is_query, self._stabilizer(numerical_stabilizer))
+            return self._scaled_exp(data, self._stabilizer(numerical_stabilizer))
         function = self.function if callable(self.function) else GENERALIZED_FUNCTIONS[self.function]
         return function(data) + self._stabilizer(numerical_stabilizer), None
 
     @staticmethod
-    def _scaled_exp(data, is_query, stabilizer):
+    def _scaled_exp(data, stabilizer):
         log_scale = tf.maximum(tf.reduce_max(data, axis=-1), 0.0)
         features = tf.exp(data - log_scale[..., None]) + stabilizer * tf.exp(-log_scale)[..., None]
-        return features, None if is_query else log_scale
-
-    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
-        # A query's log scale is left out where it cancels, but not from features called for themselves.
-        return super()._features(data, False, projection_matrix, numerical_stabilizer)
+        return features, log_scale
 
     def get_config(self):
         if callable(self.function):
@@ -342,12 +337,6 @@ class EluKernel(KernelTransformation):
         log_scale = tf.minimum(tf.reduce_max(data, axis=-1), 0.0)
         features = tf.where(data > 0, data + 1.0, tf.exp(tf.minimum(data, 0.0) - log_scale[..., None]))
         return features + self._stabilizer(numerical_stabilizer), log_scale
-
-    def _features(self, data, is_query, projection_matrix, numerical_stabilizer):
-        if projection_matrix is not None:
-            data = project(data, projection_matrix)
-        features = tf.where(data > 0, data + 1.0, tf.exp(tf.minimum(data, 0.0)))
-        return features + self._stabilizer(numerical_stabilizer)
 
 
 softmax_kernel_transformation = SoftmaxKernel()

@@ -63,14 +63,18 @@ def absorb(state, key_features, value, key_log_scale):
 
 
 def read(state, query_features):
-    """Numerator [B, H, C, D] and denominator [B, H, C, 1] of queries [B, H, C, M], over exp(m)."""
+    """What queries [B, H, C, M] find in a state.
+
+    Returns:
+        Numerator [B, H, C, D] and denominator [B, H, C, 1], both over exp(m), and m [B, H, 1, 1].
+    """
     numerator = tf.matmul(query_features, state["numerator"])
     denominator = tf.matmul(query_features, state["denominator"][..., None])
-    return numerator, denominator
+    return numerator, denominator, state["log_scale"][..., None, None]
 
 
 def read_causal(state, query_features, key_features, value, key_log_scale):
-    """Like `read`, of the state and of the chunk's own keys up to each query; and m_i [B, H, C, 1]."""
+    """Like `read`, of the state and of the chunk's own keys up to each query; m_i is [B, H, C, 1]."""
     size = tf.shape(query_features)[2]
     visible = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
     visible_scales = tf.where(visible, key_log_scale[..., None, :], -math.inf)
@@ -79,8 +83,8 @@ def read_causal(state, query_features, key_features, value, key_log_scale):
     reference = _finite(log_scale)
     weights = tf.matmul(query_features, key_features, transpose_b=True)
     weights *= tf.exp(visible_scales - reference)
-    kept = tf.exp(state["log_scale"][..., None, None] - reference)
-    numerator, denominator = read(state, query_features)
+    numerator, denominator, state_log_scale = read(state, query_features)
+    kept = tf.exp(state_log_scale - reference)
     numerator = kept * numerator + tf.matmul(weights, value)
     denominator = kept * denominator + tf.reduce_sum(weights, axis=-1, keepdims=True)
     return numerator, denominator, log_scale
@@ -106,8 +110,8 @@ def attend(
     Args:
         query, key, value: [B, T, H, K], [B, S, H, K], [B, S, H, D].
         featurize: `featurize(data, is_query, constants) -> (features, log_scale)` for data
-            [B, H, C, K]: [B, H, C, M] and, for keys, [B, H, C] or None for 0. It must treat every
-            position alone.
+            [B, H, C, K]: [B, H, C, M] and [B, H, C], or None for 0. It must treat every position
+            alone. The log scale of a query cancels and is used only without `normalize`.
         constants: tensors for `featurize`, through which gradients flow.
         num_features: M.
         key_log_scale, causal, normalize, initial_state, chunk_size: see `linear_attention`.
@@ -125,31 +129,38 @@ def attend(
     pads = {"query": 0.0, "key": 0.0, "value": 0.0, "log_scale": -math.inf}
 
     def query_features(chunk, constants):
-        return featurize(_heads_first(chunk["query"], dtype), True, constants)[0]
+        return featurize(_heads_first(chunk["query"], dtype), True, constants)
 
     def key_features(chunk, constants):
         features, log_scale = featurize(_heads_first(chunk["key"], dtype), False, constants)
         given = tf.transpose(chunk["log_scale"], [0, 2, 1])
         return features, _heads_first(chunk["value"], dtype), given if log_scale is None else log_scale + given
 
-    def finish(numerator, denominator, log_scale):
-        if denominator_stabilizer:
-            small = tf.abs(denominator) <= denominator_stabilizer
-            denominator += 2 * denominator_stabilizer * tf.cast(small, dtype)
-        output = tf.math.divide_no_nan(numerator, denominator) if normalize else numerator * tf.exp(log_scale)
+    def finish(sums, query_log_scale):
+        numerator, denominator, log_scale = sums
+        if normalize:
+            if denominator_stabilizer:
+                small = tf.abs(denominator) <= denominator_stabilizer
+                denominator += 2 * denominator_stabilizer * tf.cast(small, dtype)
+            output = tf.math.divide_no_nan(numerator, denominator)
+        else:
+            output = numerator * tf.exp(
+                log_scale if query_log_scale is None else log_scale + query_log_scale[..., None]
+            )
         return tf.cast(tf.transpose(output, [0, 2, 1, 3]), value.dtype)
 
     def causal_step(state, chunk, constants):
-        queries, keys = query_features(chunk, constants), key_features(chunk, constants)
-        return finish(*read_causal(state, queries, *keys)), absorb(state, *keys)
+        queries, query_log_scale = query_features(chunk, constants)
+        keys = key_features(chunk, constants)
+        return finish(read_causal(state, queries, *keys), query_log_scale), absorb(state, *keys)
 
     def absorb_step(state, chunk, constants):
         return None, absorb(state, *key_features(chunk, constants))
 
     def read_step(state, chunk, constants):
         source_state, constants = constants
-        log_scale = source_state["log_scale"][..., None, None]
-        return finish(*read(source_state, query_features(chunk, constants)), log_scale), state
+        queries, query_log_scale = query_features(chunk, constants)
+        return finish(read(source_state, queries), query_log_scale), state
 
     def scan(step, state, inputs, constants, output_dtype, default_chunk_size):
         return scan_chunks(
