@@ -9,6 +9,7 @@ from favor_keras.ops.attention import (
 )
 from favor_keras.ops.causal_convolution import causal_convolution
 from favor_keras.ops.chunk_scan import scan_chunks
+from favor_keras.ops.factories import make_fast_generalized_attention, make_fast_softmax_attention
 from favor_keras.ops.kernels import (
     EluKernel,
     GeneralizedKernel,

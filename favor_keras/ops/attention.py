@@ -80,8 +80,7 @@ def kernel_attention(
         featurize,
         constants,
         num_features=num_features,
-        denominator_stabilizer=kernel.denominator_stabilizer,
-        **options,
+        **{"denominator_stabilizer": kernel.denominator_stabilizer, **options},
     )
 
 
