@@ -18,6 +18,7 @@ if keras.backend.backend() != "tensorflow":
     raise ImportError(f"{_BACKEND_HELP} The backend is {keras.backend.backend()!r}.")
 
 from favor_keras import layers, models, ops  # noqa: E402
+from favor_keras.callbacks import RedrawProjections  # noqa: E402
 from favor_keras.layers import FavorAttention, SelfAttention  # noqa: E402
 from favor_keras.models import CausalLM  # noqa: E402
 from favor_keras.ops import (  # noqa: E402

@@ -1,15 +1,19 @@
 import math
 import random
+import warnings
 
 import keras
 import tensorflow as tf
 
-from favor_keras.layers.masks import checked_mask, log_scale_of, zero_where_masked
+from favor_keras.layers.key_value_cache import append_keys, written_mask
+from favor_keras.layers.masks import checked_mask, key_bias, log_scale_of, zero_where_masked
 from favor_keras.layers.short_convolution import ShortConvolution
 from favor_keras.ops.attention import kernel_attention
 from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES, zero_state
 from favor_keras.ops.projections import DIRECTIONS, draw_projection
+
+HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
@@ -37,6 +41,9 @@ class FavorAttention(keras.layers.Layer):
         nb_random_features: number of features M; 0 is ceil(d ln d) for heads of size d. Only with
             a projection.
         projection_scaling: 0 for row lengths drawn from chi(d), 1 for sqrt(d).
+        redraw_interval: number of training steps after which the projection is drawn anew by the
+            callback `favor_keras.RedrawProjections`, which `fit` must be given; 0 for never. In a
+            training loop of your own, call `redraw()`.
         short_convolution: width of a causal depthwise convolution with SiLU on queries, keys and
             values (4 is usual); 0 for none.
         use_bias: whether the four projections have a bias.
@@ -48,11 +55,18 @@ class FavorAttention(keras.layers.Layer):
 
     Call arguments:
         query: [B, T, features].
-        source: [B, S, features].
+        source: [B, S, features]; None to query what is in `cache` alone (see `source_cache`).
         query_mask: [B, T], 1 to keep; the outputs of masked queries are 0.
         source_mask: [B, S], 1 to keep; a masked source is left out of both sums. A query that sees
             no source gets the output of 0 attention. Both masks are also taken from Keras.
-        cache: what came before, see `init_cache`. Only with causal=True.
+        bias: added to the logarithms of the weights, a function of the source position alone: [B,
+            H, 1, S], where B and H may be 1. Also a constant [B, 1, T, S] that does not depend on
+            T, or that does not but for hiding (with less than -1e8) what causal=True hides anyway.
+        cache: what came before: of `init_cache` or a call, or a dict of the keys and values "k" and
+            "v" [B, S, H, hidden_size / H], of no position to begin with, which grows.
+        decode_loop_step: with a cache of "k" and "v", the number of positions in it that are
+            written. The new ones are written there, and the cache keeps its length (zeros to begin
+            with): no shape then depends on the step.
         training: whether to apply dropout.
 
     Returns:
@@ -84,6 +98,7 @@ class FavorAttention(keras.layers.Layer):
         projection_matrix_type=None,
         nb_random_features=0,
         projection_scaling=0,
+        redraw_interval=0,
         short_convolution=0,
         use_bias=False,
         kernel_initializer="glorot_uniform",
@@ -117,6 +132,7 @@ class FavorAttention(keras.layers.Layer):
             raise ValueError(f"numerical_stabilizer must be at least 0 or None, received {numerical_stabilizer!r}")
         _check_size_or_zero("nb_random_features", nb_random_features)
         _check_size_or_zero("short_convolution", short_convolution)
+        _check_size_or_zero("redraw_interval", redraw_interval)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.head_size = hidden_size // num_heads
@@ -134,7 +150,14 @@ class FavorAttention(keras.layers.Layer):
             )
         self.projection_matrix_type = projection_matrix_type
         self.nb_random_features = nb_random_features
+        if projection_matrix_type is None and redraw_interval:
+            raise ValueError(
+                "redraw_interval needs a projection: set projection_matrix_type, received "
+                f"redraw_interval={redraw_interval}"
+            )
         self.projection_scaling = projection_scaling
+        self.redraw_interval = redraw_interval
+        self.is_redrawn_by_callback = False
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -189,7 +212,9 @@ class FavorAttention(keras.layers.Layer):
             return None
         return self.nb_random_features or max(1, math.ceil(self.head_size * math.log(self.head_size)))
 
-    def build(self, query_shape, source_shape):
+    def build(self, query_shape, source_shape=None):
+        if source_shape is None:
+            raise ValueError("source must be given in the first call, which makes the weights, received None")
         for name, shape in (("query", query_shape), ("source", source_shape)):
             if len(shape) != 3:
                 raise ValueError(f"{name} must be [batch, length, features], received shape {tuple(shape)}")
@@ -201,61 +226,124 @@ class FavorAttention(keras.layers.Layer):
             self.query_convolution.build((*query_shape[:2], self.hidden_size))
             self.key_convolution.build((*source_shape[:2], self.hidden_size))
             self.value_convolution.build((*source_shape[:2], self.hidden_size))
-        self.projection_matrix = None
+        self.projection_matrix = self.draws = None
         if self.projection_matrix_type is not None:
+            self.draws = self.add_weight(name="draws", shape=(), initializer="zeros", dtype="int64", trainable=False)
             self.projection_matrix = self.add_weight(
                 name="projection_matrix",
                 shape=(self._num_projections, self.head_size),
-                initializer=lambda shape, dtype: self._draw_projection(),
+                initializer=lambda shape, dtype: self._draw_projection(0),
                 dtype="float32",
                 trainable=False,
                 autocast=False,
             )
 
-    def _draw_projection(self):
+    def _draw_projection(self, draws):
         return draw_projection(
             self._num_projections,
             self.head_size,
-            self.seed,
+            tf.stack([tf.constant(self.seed, tf.int64), tf.cast(draws, tf.int64)]),
             kind=self.projection_matrix_type,
             scaling=self.projection_scaling,
         )
 
-    def call(self, query, source, query_mask=None, source_mask=None, cache=None, training=None):
-        if cache is not None:
-            self._check_cache(cache)
+    def redraw(self):
+        """Draw the random projection anew: a function of `seed` and the number of draws alone.
+
+        The number of draws is a saved weight, so a reloaded layer goes on with the same matrices.
+
+        Raises:
+            ValueError: if the layer has no projection, or is not built yet.
+        """
+        if self.projection_matrix_type is None or not self.built:
+            raise ValueError(
+                "redraw needs a built layer with a projection, received "
+                f"projection_matrix_type={self.projection_matrix_type!r}, built={self.built}"
+            )
+        self.draws.assign_add(1)
+        self.projection_matrix.assign(self._draw_projection(self.draws.value))
+
+    def call(
+        self,
+        query,
+        source=None,
+        query_mask=None,
+        source_mask=None,
+        bias=None,
+        cache=None,
+        decode_loop_step=None,
+        training=None,
+    ):
+        self._check_cache(cache, source, decode_loop_step)
+        if training and self.redraw_interval and not self.is_redrawn_by_callback:
+            warnings.warn(
+                f"{self.name}: redraw_interval={self.redraw_interval} needs the callback RedrawProjections in fit, "
+                "or redraw() in your own training loop"
+            )
         query = tf.cast(query, self.compute_dtype)
+        if source is None:
+            source = tf.zeros([tf.shape(query)[0], 0, self.key_dense.kernel.shape[0]], self.compute_dtype)
         source = tf.cast(source, self.compute_dtype)
         query_mask = checked_mask(query_mask, query, "query_mask")
         source_mask = checked_mask(source_mask, source, "source_mask")
+        key_log_scale = None if source_mask is None else log_scale_of(source_mask, self._state_dtype)
+        if bias is not None:
+            bias = key_bias(bias, source, self.causal, self._state_dtype)
+            key_log_scale = bias if key_log_scale is None else bias + key_log_scale
+
+        history = {} if cache is None else {name: cache[name] for name in cache if name in HISTORY_NAMES}
+        query, query_inputs = self._project("query", query, query_mask, history)
+        key, key_inputs = self._project("key", source, source_mask, history)
+        value, value_inputs = self._project("value", source, source_mask, history)
+        value = self.dropout(value, training=training)
+
         new_cache = {}
-
-        def project(name, inputs, mask):
-            heads = getattr(self, f"{name}_dense")(inputs)
-            if not self.short_convolution:
-                return heads
-            history = None if cache is None else cache[f"{name}_inputs"]
-            convolution = getattr(self, f"{name}_convolution")
-            flat = tf.reshape(heads, tf.concat([tf.shape(heads)[:2], [self.hidden_size]], axis=0))
-            flat, new_cache[f"{name}_inputs"] = convolution(flat, mask=mask, history=history)
-            return tf.reshape(flat, tf.shape(heads))
-
-        output, state = kernel_attention(
-            project("query", query, query_mask),
-            project("key", source, source_mask),
-            self.dropout(project("value", source, source_mask), training=training),
-            self.kernel_transformation,
-            self.projection_matrix,
-            numerical_stabilizer=self.numerical_stabilizer,
-            key_log_scale=None if source_mask is None else log_scale_of(source_mask, self._state_dtype),
-            causal=self.causal,
-            initial_state=None if cache is None else {name: cache[name] for name in STATE_NAMES},
-        )
+        if cache is None:
+            state = None
+        elif "k" in cache:
+            if source_mask is not None or bias is not None:
+                raise ValueError('source_mask and bias cannot be kept in a cache of "k" and "v"; use init_cache')
+            state = self._state_of_keys(cache["k"], cache["v"], written_mask(cache["k"], decode_loop_step))
+            new_cache = append_keys(cache, key, value, decode_loop_step)
+        else:
+            state = {name: cache[name] for name in STATE_NAMES}
+        output, state = self._attend(query, key, value, key_log_scale, state, self.causal)
         output = zero_where_masked(self.output_dense(output), query_mask)
         if cache is None:
             return output
-        inputs = {name: tf.cast(history, self._state_dtype) for name, history in new_cache.items()}
-        return output, {**state, **inputs}
+        if not new_cache:
+            inputs = {"query_inputs": query_inputs, "key_inputs": key_inputs, "value_inputs": value_inputs}
+            new_cache = {**state, **{n: tf.cast(inputs[n], self._state_dtype) for n in history}}
+        return output, new_cache
+
+    def _project(self, name, inputs, mask, history):
+        """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""
+        heads = getattr(self, f"{name}_dense")(inputs)
+        if not self.short_convolution:
+            return heads, None
+        flat = tf.reshape(heads, tf.concat([tf.shape(heads)[:2], [self.hidden_size]], axis=0))
+        convolution = getattr(self, f"{name}_convolution")
+        flat, last_inputs = convolution(flat, mask=mask, history=history.get(f"{name}_inputs"))
+        return tf.reshape(flat, tf.shape(heads)), last_inputs
+
+    def _attend(self, query, key, value, key_log_scale, state, causal):
+        return kernel_attention(
+            query,
+            key,
+            value,
+            self.kernel_transformation,
+            self.projection_matrix,
+            numerical_stabilizer=self.numerical_stabilizer,
+            key_log_scale=key_log_scale,
+            causal=causal,
+            initial_state=state,
+        )
+
+    def _state_of_keys(self, key, value, mask=None, bias=0.0):
+        """The state after keys that all later queries see."""
+        log_scale = bias if mask is None else bias + log_scale_of(mask, self._state_dtype)
+        log_scale = None if isinstance(log_scale, float) else log_scale
+        return self._attend(key[:, :0], key, value, log_scale, None, causal=False)[1]
 
     @property
     def _state_dtype(self):
@@ -277,41 +365,146 @@ class FavorAttention(keras.layers.Layer):
             ValueError: if the layer is not causal, or its kernel is a function (which may look
                 across positions and so cannot be computed in pieces).
         """
-        self._check_streaming()
+        if not self.causal:
+            raise ValueError("init_cache needs a causal layer, received causal=False; see source_cache")
+        self._check_kernel_object()
         num_features = self.kernel_transformation.num_features(self.head_size, self._num_projections)
         cache = zero_state(batch_size, self.num_heads, num_features, self.head_size, self._state_dtype)
-        if self.short_convolution:
-            for name in ("query_inputs", "key_inputs", "value_inputs"):
-                cache[name] = tf.zeros([batch_size, self.short_convolution - 1, self.hidden_size], self._state_dtype)
-        return cache
+        return {**cache, **{name: self._no_inputs(batch_size) for name in self._history_names}}
 
-    def _check_streaming(self):
-        if not self.causal:
-            raise ValueError("cache needs a causal layer, received causal=False")
+    def source_cache(self, source, source_mask=None, bias=None):
+        """The state of a source, to query it step by step: `call(query, cache=...)` without `source`.
+
+        Args:
+            source: [B, S, features].
+            source_mask, bias: as in `call`.
+
+        Returns:
+            A flat dict of float32 tensors, batch first, whose size does not depend on S.
+
+        Raises:
+            ValueError: if the layer is causal or not built yet, or its kernel is a function.
+        """
+        if self.causal or not self.built:
+            raise ValueError(
+                f"source_cache needs a built layer that is not causal, received causal={self.causal}, "
+                f"built={self.built}"
+            )
+        self._check_kernel_object()
+        source = tf.cast(source, self.compute_dtype)
+        mask = checked_mask(source_mask, source, "source_mask")
+        bias = 0.0 if bias is None else key_bias(bias, source, self.causal, self._state_dtype)
+        key, value = (self._project(name, source, mask, {})[0] for name in ("key", "value"))
+        batch_size = tf.shape(source)[0]
+        state = self._state_of_keys(key, value, mask, bias)
+        return {**state, **{name: self._no_inputs(batch_size) for name in self._history_names}}
+
+    @property
+    def _history_names(self):
+        if not self.short_convolution:
+            return ()
+        return HISTORY_NAMES if self.causal else HISTORY_NAMES[:1]
+
+    def _no_inputs(self, batch_size):
+        return tf.zeros([batch_size, self.short_convolution - 1, self.hidden_size], self._state_dtype)
+
+    def _check_kernel_object(self):
         if not isinstance(self.kernel_transformation, KernelTransformation):
             raise ValueError(
                 "cache needs a KernelTransformation, whose features treat every position alone, received the "
                 f"function {self.kernel_transformation!r}"
             )
 
-    def _check_cache(self, cache):
-        self._check_streaming()
-        expected = set(STATE_NAMES)
-        if self.short_convolution:
-            expected |= {"query_inputs", "key_inputs", "value_inputs"}
-        if not isinstance(cache, dict) or set(cache) != expected:
-            received = sorted(cache) if isinstance(cache, dict) else type(cache).__name__
-            raise ValueError(f"cache must be a dict of {sorted(expected)}, as init_cache makes, received {received}")
+    def _check_cache(self, cache, source, decode_loop_step):
+        names = set(cache) if isinstance(cache, dict) else None
+        keeps_keys = names == {"k", "v"}
+        if decode_loop_step is not None and not keeps_keys:
+            raise ValueError(f'decode_loop_step needs a cache of "k" and "v", received {cache!r}')
+        if cache is None:
+            if source is None:
+                raise ValueError("source must be given, or else a cache of source_cache, received neither")
+            return
+        self._check_kernel_object()
+        if keeps_keys:
+            if self.short_convolution:
+                raise ValueError('a cache of "k" and "v" does not hold the inputs of short_convolution; use init_cache')
+            if source is None:
+                raise ValueError('source must be given with a cache of "k" and "v", received None')
+            return
+        expected = {*STATE_NAMES, *self._history_names}
+        if names != expected:
+            maker = "init_cache" if self.causal else "source_cache"
+            received = type(cache).__name__ if names is None else sorted(names)
+            raise ValueError(f"cache must be a dict of {sorted(expected)}, as {maker} makes, received {received}")
+        if self.causal == (source is None):
+            needed = "the new positions" if self.causal else "None, since the cache holds the source"
+            raise ValueError(f"source must be {needed}, with this cache, received {source!r}")
 
-    def compute_output_spec(self, query, source, query_mask=None, source_mask=None, cache=None, training=None):
+    def compute_output_spec(
+        self,
+        query,
+        source=None,
+        query_mask=None,
+        source_mask=None,
+        bias=None,
+        cache=None,
+        decode_loop_step=None,
+        training=None,
+    ):
+        self._check_cache(cache, source, decode_loop_step)
         output = keras.KerasTensor((*query.shape[:2], self.hidden_size), dtype=self.compute_dtype)
         if cache is None:
             return output
-        self._check_cache(cache)
-        return output, {name: keras.KerasTensor(c.shape, dtype=self._state_dtype) for name, c in cache.items()}
+
+        def spec(name, tensor):
+            shape = list(tensor.shape)
+            if name in ("k", "v") and decode_loop_step is None:
+                shape[1] = None if None in (shape[1], source.shape[1]) else shape[1] + source.shape[1]
+            return keras.KerasTensor(shape, dtype=tensor.dtype)
+
+        return output, {name: spec(name, tensor) for name, tensor in cache.items()}
 
     def compute_output_shape(self, query_shape, source_shape=None):
         return (*query_shape[:2], self.hidden_size)
+
+    @classmethod
+    def from_multi_head_attention(cls, layer, **options):
+        """A layer with the weights of a built `keras.layers.MultiHeadAttention`.
+
+        With the softmax kernel (the default here) it approximates what `layer` computes: well if
+        the queries and keys are small or the features many, see `favor_keras.diagnostics`.
+
+        Args:
+            layer: a built `keras.layers.MultiHeadAttention` whose value_dim is its key_dim and whose
+                outputs have num_heads * key_dim features.
+            **options: arguments of this layer other than the sizes, `use_bias` and the dropout.
+
+        Raises:
+            ValueError: if `layer` is not built or has other sizes.
+        """
+        if not layer.built:
+            raise ValueError("layer must be built, that is called once, received one that is not")
+        query_kernel, key_kernel, output_kernel = (
+            dense.kernel for dense in (layer.query_dense, layer.key_dense, layer.output_dense)
+        )
+        hidden_size = layer.num_heads * layer.key_dim
+        if layer.value_dim != layer.key_dim or output_kernel.shape[-1] != hidden_size or len(output_kernel.shape) != 3:
+            raise ValueError(
+                "layer must have value_dim = key_dim and outputs of num_heads * key_dim features, received "
+                f"num_heads={layer.num_heads}, key_dim={layer.key_dim}, value_dim={layer.value_dim}, "
+                f"output kernel {output_kernel.shape}"
+            )
+        options = {"kernel_transformation": "softmax", "dtype": layer.dtype_policy, **options}
+        converted = cls(
+            hidden_size, layer.num_heads, attention_dropout=layer.dropout, use_bias=layer.use_bias, **options
+        )
+        converted._build_for(query_kernel.shape[0], key_kernel.shape[0])
+        for name in ("query_dense", "key_dense", "value_dense", "output_dense"):
+            getattr(converted, name).set_weights(getattr(layer, name).get_weights())
+        return converted
+
+    def _build_for(self, query_size, source_size):
+        self.build((None, None, query_size), (None, None, source_size))
 
     def get_config(self):
         return {
@@ -325,6 +518,7 @@ class FavorAttention(keras.layers.Layer):
             "projection_matrix_type": self.projection_matrix_type,
             "nb_random_features": self.nb_random_features,
             "projection_scaling": self.projection_scaling,
+            "redraw_interval": self.redraw_interval,
             "short_convolution": self.short_convolution,
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
@@ -349,7 +543,7 @@ class SelfAttention(FavorAttention):
         inputs: [batch, length, features].
         mask: [batch, length], 1 to keep; also taken from Keras. Masked positions are seen by none
             and their outputs are 0.
-        cache: what came before, see `init_cache`. Only with causal=True.
+        bias, cache, decode_loop_step: as in `FavorAttention`.
         training: whether to apply dropout.
 
     Returns:
@@ -374,13 +568,47 @@ class SelfAttention(FavorAttention):
     def build(self, inputs_shape):
         super().build(inputs_shape, inputs_shape)
 
-    def call(self, inputs, mask=None, inputs_mask=None, cache=None, training=None):
+    def _build_for(self, query_size, source_size):
+        if query_size != source_size:
+            raise ValueError(
+                f"layer must attend from a sequence to itself, received query size {query_size}, key size {source_size}"
+            )
+        self.build((None, None, query_size))
+
+    def call(
+        self,
+        inputs,
+        mask=None,
+        inputs_mask=None,
+        bias=None,
+        cache=None,
+        decode_loop_step=None,
+        training=None,
+    ):
         # Keras hands an implicit mask over as `mask`, or as `inputs_mask` once there is a cache.
         mask = inputs_mask if mask is None else mask
-        return super().call(inputs, inputs, query_mask=mask, source_mask=mask, cache=cache, training=training)
+        return super().call(
+            inputs,
+            inputs,
+            query_mask=mask,
+            source_mask=mask,
+            bias=bias,
+            cache=cache,
+            decode_loop_step=decode_loop_step,
+            training=training,
+        )
 
-    def compute_output_spec(self, inputs, mask=None, inputs_mask=None, cache=None, training=None):
-        return super().compute_output_spec(inputs, inputs, cache=cache)
+    def compute_output_spec(
+        self,
+        inputs,
+        mask=None,
+        inputs_mask=None,
+        bias=None,
+        cache=None,
+        decode_loop_step=None,
+        training=None,
+    ):
+        return super().compute_output_spec(inputs, inputs, cache=cache, decode_loop_step=decode_loop_step)
 
     def compute_output_shape(self, inputs_shape):
         return super().compute_output_shape(inputs_shape)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -25,6 +26,46 @@ def checked_mask(mask, tensor, name):
     ):
         raise ValueError(f"{name} must contain only 1 (keep) and 0 (leave out), received other numbers")
     return tf.cast(mask, tf.bool)
+
+
+def key_bias(bias, source, causal, dtype):
+    """A bias of the logarithms of attention weights as a log scale of the keys: [B, S, H].
+
+    Args:
+        bias: [B, H, 1, S] (B and H may be 1), or a constant [B, 1 or H, T, S] that is the same for
+            all T, or that is so but for numbers below -1e8 where s > t, if `causal`.
+        source: [B, S, ...].
+
+    Raises:
+        ValueError: for any other bias: linear attention cannot add one that depends on both.
+    """
+    bias = tf.cast(bias, dtype)
+    if bias.shape.rank != 4 or not tf.TensorShape(bias.shape[3]).is_compatible_with(tf.TensorShape(source.shape[1])):
+        raise ValueError(
+            f"bias must be [batch, heads, 1, source length] for a source {source.shape}, received {bias.shape}"
+        )
+    if bias.shape[2] != 1:
+        bias = tf.constant(_row_of_constant(bias, causal), dtype)
+    return tf.transpose(bias[:, :, 0], [0, 2, 1])
+
+
+def _row_of_constant(bias, causal):
+    """The one row that all rows of a constant bias [B, H, T, S] are, where they are visible."""
+    values = tf.get_static_value(bias)
+    refusal = (
+        "bias must depend on the source position alone, [batch, heads, 1, source length]: linear attention cannot "
+        f"add one that depends on the query too. Received {bias.shape}"
+    )
+    if values is None:
+        raise ValueError(f"{refusal}, not a constant, so that its rows cannot be compared")
+    last = values[:, :, -1:]
+    same = values == last
+    if causal and values.shape[2] == values.shape[3]:
+        hidden = np.triu(np.ones(values.shape[2:], bool), 1)
+        same |= hidden & (values < -1e8)
+    if not same.all():
+        raise ValueError(f"{refusal}, whose rows differ")
+    return last
 
 
 def log_scale_of(mask, dtype):
