@@ -1,5 +1,4 @@
 import math
-import random
 import warnings
 
 import keras
@@ -7,17 +6,15 @@ import tensorflow as tf
 
 from favor_keras.layers.key_value_cache import append_keys, written_mask
 from favor_keras.layers.masks import checked_mask, key_bias, log_scale_of, zero_where_masked
-from favor_keras.layers.short_convolution import ShortConvolution
+from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer, check_size_or_zero
 from favor_keras.ops.attention import kernel_attention
 from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES, zero_state
 from favor_keras.ops.projections import DIRECTIONS, draw_projection
 
-HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
-
 
 @keras.saving.register_keras_serializable(package="favor_keras")
-class FavorAttention(keras.layers.Layer):
+class FavorAttention(MultiHeadMixer):
     """Multi-head FAVOR+ attention (Performer), whose cost grows linearly with the length.
 
         o_i = sum_j (f(q_i) . f(k_j)) v_j / sum_j (f(q_i) . f(k_j))
@@ -111,16 +108,23 @@ class FavorAttention(keras.layers.Layer):
         seed=None,
         **kwargs,
     ):
-        # Keras would cast a float32 cache to the compute dtype; this layer casts its inputs itself.
-        super().__init__(autocast=False, activity_regularizer=activity_regularizer, **kwargs)
-        _check_positive("hidden_size", hidden_size)
-        _check_positive("num_heads", num_heads)
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"hidden_size must be divisible by num_heads, received hidden_size={hidden_size}, num_heads={num_heads}"
-            )
-        if not 0 <= attention_dropout < 1:
-            raise ValueError(f"attention_dropout must be in [0, 1), received {attention_dropout!r}")
+        super().__init__(
+            hidden_size,
+            num_heads,
+            attention_dropout=attention_dropout,
+            short_convolution=short_convolution,
+            use_bias=use_bias,
+            use_output_bias=use_bias,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=bias_initializer,
+            kernel_regularizer=kernel_regularizer,
+            bias_regularizer=bias_regularizer,
+            activity_regularizer=activity_regularizer,
+            kernel_constraint=kernel_constraint,
+            bias_constraint=bias_constraint,
+            seed=seed,
+            **kwargs,
+        )
         if projection_matrix_type is not None and projection_matrix_type not in DIRECTIONS:
             raise ValueError(
                 f"projection_matrix_type must be None or one of {sorted(DIRECTIONS)}, "
@@ -130,17 +134,11 @@ class FavorAttention(keras.layers.Layer):
             raise ValueError(f"projection_scaling must be 0 or 1, received {projection_scaling!r}")
         if numerical_stabilizer is not None and numerical_stabilizer < 0:
             raise ValueError(f"numerical_stabilizer must be at least 0 or None, received {numerical_stabilizer!r}")
-        _check_size_or_zero("nb_random_features", nb_random_features)
-        _check_size_or_zero("short_convolution", short_convolution)
-        _check_size_or_zero("redraw_interval", redraw_interval)
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.head_size = hidden_size // num_heads
-        self.attention_dropout = attention_dropout
+        check_size_or_zero("nb_random_features", nb_random_features)
+        check_size_or_zero("redraw_interval", redraw_interval)
         self.kernel_transformation = get_kernel(kernel_transformation)
         self.numerical_stabilizer = numerical_stabilizer
         self.causal = causal
-        self.short_convolution = short_convolution
         if projection_matrix_type is None and getattr(self.kernel_transformation, "needs_projection", False):
             projection_matrix_type = "orthogonal"
         if projection_matrix_type is None and nb_random_features:
@@ -158,53 +156,10 @@ class FavorAttention(keras.layers.Layer):
         self.projection_scaling = projection_scaling
         self.redraw_interval = redraw_interval
         self.is_redrawn_by_callback = False
-        self.use_bias = use_bias
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
-        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
-        self.kernel_constraint = keras.constraints.get(kernel_constraint)
-        self.bias_constraint = keras.constraints.get(bias_constraint)
-        self.seed = random.randint(1, 10**9) if seed is None else seed
-        self.supports_masking = True
-
-        heads = "abc,cde->abde", (None, num_heads, self.head_size), "de"
-        self.query_dense = self._dense("query_dense", *heads)
-        self.key_dense = self._dense("key_dense", *heads)
-        self.value_dense = self._dense("value_dense", *heads)
-        self.output_dense = self._dense("output_dense", "abde,dec->abc", (None, hidden_size), "c")
-        if short_convolution:
-            self.query_convolution = self._convolution("query_convolution")
-            self.key_convolution = self._convolution("key_convolution")
-            self.value_convolution = self._convolution("value_convolution")
         # A source without its value still counts in the denominator, like a dropped attention weight.
         self.dropout = keras.layers.Dropout(
             attention_dropout, noise_shape=(None, None, None, 1), seed=self.seed, dtype=self.dtype_policy
         )
-
-    def _dense(self, name, equation, output_shape, bias_axes):
-        def clone(initializer):
-            # One initializer object would give weights of one shape the same numbers.
-            return initializer.__class__.from_config(initializer.get_config())
-
-        dense = keras.layers.EinsumDense(
-            equation,
-            output_shape,
-            bias_axes=bias_axes if self.use_bias else None,
-            kernel_initializer=clone(self.kernel_initializer),
-            bias_initializer=clone(self.bias_initializer),
-            kernel_regularizer=self.kernel_regularizer,
-            bias_regularizer=self.bias_regularizer,
-            kernel_constraint=self.kernel_constraint,
-            bias_constraint=self.bias_constraint,
-            name=name,
-            dtype=self.dtype_policy,
-        )
-        dense.supports_masking = True
-        return dense
-
-    def _convolution(self, name):
-        return ShortConvolution(self.short_convolution, name=name, dtype=self.dtype_policy)
 
     @property
     def _num_projections(self):
@@ -215,17 +170,7 @@ class FavorAttention(keras.layers.Layer):
     def build(self, query_shape, source_shape=None):
         if source_shape is None:
             raise ValueError("source must be given in the first call, which makes the weights, received None")
-        for name, shape in (("query", query_shape), ("source", source_shape)):
-            if len(shape) != 3:
-                raise ValueError(f"{name} must be [batch, length, features], received shape {tuple(shape)}")
-        self.query_dense.build(query_shape)
-        self.key_dense.build(source_shape)
-        self.value_dense.build(source_shape)
-        self.output_dense.build((*query_shape[:2], self.num_heads, self.head_size))
-        if self.short_convolution:
-            self.query_convolution.build((*query_shape[:2], self.hidden_size))
-            self.key_convolution.build((*source_shape[:2], self.hidden_size))
-            self.value_convolution.build((*source_shape[:2], self.hidden_size))
+        self._build_projections(query_shape, source_shape)
         self.projection_matrix = self.draws = None
         if self.projection_matrix_type is not None:
             self.draws = self.add_weight(name="draws", shape=(), initializer="zeros", dtype="int64", trainable=False)
@@ -291,7 +236,7 @@ class FavorAttention(keras.layers.Layer):
             bias = key_bias(bias, source, self.causal, self._state_dtype)
             key_log_scale = bias if key_log_scale is None else bias + key_log_scale
 
-        history = {} if cache is None else {name: cache[name] for name in cache if name in HISTORY_NAMES}
+        history = {name: cache[name] for name in cache or {} if name in HISTORY_NAMES}
         query, query_inputs = self._project("query", query, query_mask, history)
         key, key_inputs = self._project("key", source, source_mask, history)
         value, value_inputs = self._project("value", source, source_mask, history)
@@ -316,16 +261,6 @@ class FavorAttention(keras.layers.Layer):
             new_cache = {**state, **{n: tf.cast(inputs[n], self._state_dtype) for n in history}}
         return output, new_cache
 
-    def _project(self, name, inputs, mask, history):
-        """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""
-        heads = getattr(self, f"{name}_dense")(inputs)
-        if not self.short_convolution:
-            return heads, None
-        flat = tf.reshape(heads, tf.concat([tf.shape(heads)[:2], [self.hidden_size]], axis=0))
-        convolution = getattr(self, f"{name}_convolution")
-        flat, last_inputs = convolution(flat, mask=mask, history=history.get(f"{name}_inputs"))
-        return tf.reshape(flat, tf.shape(heads)), last_inputs
-
     def _attend(self, query, key, value, key_log_scale, state, causal):
         return kernel_attention(
             query,
@@ -344,10 +279,6 @@ class FavorAttention(keras.layers.Layer):
         log_scale = bias if mask is None else bias + log_scale_of(mask, self._state_dtype)
         log_scale = None if isinstance(log_scale, float) else log_scale
         return self._attend(key[:, :0], key, value, log_scale, None, causal=False)[1]
-
-    @property
-    def _state_dtype(self):
-        return "float64" if self.compute_dtype == "float64" else "float32"
 
     def init_cache(self, batch_size, max_length=None):
         """The cache before the first token: pass it to `call(..., cache=...)`, go on with the new one.
@@ -404,9 +335,6 @@ class FavorAttention(keras.layers.Layer):
         if not self.short_convolution:
             return ()
         return HISTORY_NAMES if self.causal else HISTORY_NAMES[:1]
-
-    def _no_inputs(self, batch_size):
-        return tf.zeros([batch_size, self.short_convolution - 1, self.hidden_size], self._state_dtype)
 
     def _check_kernel_object(self):
         if not isinstance(self.kernel_transformation, KernelTransformation):
@@ -509,9 +437,6 @@ class FavorAttention(keras.layers.Layer):
     def get_config(self):
         return {
             **super().get_config(),
-            "hidden_size": self.hidden_size,
-            "num_heads": self.num_heads,
-            "attention_dropout": self.attention_dropout,
             "kernel_transformation": serialize_kernel(self.kernel_transformation),
             "numerical_stabilizer": self.numerical_stabilizer,
             "causal": self.causal,
@@ -519,16 +444,6 @@ class FavorAttention(keras.layers.Layer):
             "nb_random_features": self.nb_random_features,
             "projection_scaling": self.projection_scaling,
             "redraw_interval": self.redraw_interval,
-            "short_convolution": self.short_convolution,
-            "use_bias": self.use_bias,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
-            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
-            "activity_regularizer": keras.regularizers.serialize(self.activity_regularizer),
-            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
-            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
-            "seed": self.seed,
         }
 
 
@@ -612,13 +527,3 @@ class SelfAttention(FavorAttention):
 
     def compute_output_shape(self, inputs_shape):
         return super().compute_output_shape(inputs_shape)
-
-
-def _check_positive(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, received {value!r}")
-
-
-def _check_size_or_zero(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be 0 or a positive integer, received {value!r}")

@@ -1,0 +1,162 @@
+import random
+
+import keras
+import tensorflow as tf
+
+from favor_keras.layers.short_convolution import ShortConvolution
+
+HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
+
+
+class MultiHeadMixer(keras.layers.Layer):
+    """What the layers with queries, keys and values of several heads have in common.
+
+    Four projections, `query_dense`, `key_dense`, `value_dense` and `output_dense`; a short
+    convolution on the first three; the seed; and the precision of sums and states.
+
+    Args:
+        hidden_size, num_heads, attention_dropout, short_convolution, use_bias, kernel_initializer,
+            bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer,
+            kernel_constraint, bias_constraint, seed: see `FavorAttention`.
+        use_output_bias: whether `output_dense` has a bias.
+        **kwargs: name, dtype and trainable.
+    """
+
+    def __init__(
+        self,
+        hidden_size,
+        num_heads,
+        *,
+        attention_dropout,
+        short_convolution,
+        use_bias,
+        use_output_bias,
+        kernel_initializer,
+        bias_initializer,
+        kernel_regularizer,
+        bias_regularizer,
+        activity_regularizer,
+        kernel_constraint,
+        bias_constraint,
+        seed,
+        **kwargs,
+    ):
+        # Keras would cast a float32 cache to the compute dtype; these layers cast their inputs themselves.
+        super().__init__(autocast=False, activity_regularizer=activity_regularizer, **kwargs)
+        check_positive("hidden_size", hidden_size)
+        check_positive("num_heads", num_heads)
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size must be divisible by num_heads, received hidden_size={hidden_size}, num_heads={num_heads}"
+            )
+        if not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout must be in [0, 1), received {attention_dropout!r}")
+        check_size_or_zero("short_convolution", short_convolution)
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.head_size = hidden_size // num_heads
+        self.attention_dropout = attention_dropout
+        self.short_convolution = short_convolution
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.kernel_regularizer = keras.regularizers.get(kernel_regularizer)
+        self.bias_regularizer = keras.regularizers.get(bias_regularizer)
+        self.kernel_constraint = keras.constraints.get(kernel_constraint)
+        self.bias_constraint = keras.constraints.get(bias_constraint)
+        self.seed = random.randint(1, 10**9) if seed is None else seed
+        self.supports_masking = True
+
+        heads = "abc,cde->abde", (None, num_heads, self.head_size), "de" if use_bias else None
+        self.query_dense = self._dense("query_dense", *heads)
+        self.key_dense = self._dense("key_dense", *heads)
+        self.value_dense = self._dense("value_dense", *heads)
+        output_bias_axes = "c" if use_output_bias else None
+        self.output_dense = self._dense("output_dense", "abde,dec->abc", (None, hidden_size), output_bias_axes)
+        if short_convolution:
+            self.query_convolution = self._convolution("query_convolution")
+            self.key_convolution = self._convolution("key_convolution")
+            self.value_convolution = self._convolution("value_convolution")
+
+    def _dense(self, name, equation, output_shape, bias_axes):
+        def clone(initializer):
+            # One initializer object would give weights of one shape the same numbers.
+            return initializer.__class__.from_config(initializer.get_config())
+
+        dense = keras.layers.EinsumDense(
+            equation,
+            output_shape,
+            bias_axes=bias_axes,
+            kernel_initializer=clone(self.kernel_initializer),
+            bias_initializer=clone(self.bias_initializer),
+            kernel_regularizer=self.kernel_regularizer,
+            bias_regularizer=self.bias_regularizer,
+            kernel_constraint=self.kernel_constraint,
+            bias_constraint=self.bias_constraint,
+            name=name,
+            dtype=self.dtype_policy,
+        )
+        dense.supports_masking = True
+        return dense
+
+    def _convolution(self, name):
+        return ShortConvolution(self.short_convolution, name=name, dtype=self.dtype_policy)
+
+    def _build_projections(self, query_shape, source_shape):
+        for name, shape in (("query", query_shape), ("source", source_shape)):
+            if len(shape) != 3:
+                raise ValueError(f"{name} must be [batch, length, features], received shape {tuple(shape)}")
+        self.query_dense.build(query_shape)
+        self.key_dense.build(source_shape)
+        self.value_dense.build(source_shape)
+        self.output_dense.build((*query_shape[:2], self.num_heads, self.head_size))
+        if self.short_convolution:
+            self.query_convolution.build((*query_shape[:2], self.hidden_size))
+            self.key_convolution.build((*source_shape[:2], self.hidden_size))
+            self.value_convolution.build((*source_shape[:2], self.hidden_size))
+
+    def _project(self, name, inputs, mask, history):
+        """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""
+        heads = getattr(self, f"{name}_dense")(inputs)
+        if not self.short_convolution:
+            return heads, None
+        flat = tf.reshape(heads, tf.concat([tf.shape(heads)[:2], [self.hidden_size]], axis=0))
+        convolution = getattr(self, f"{name}_convolution")
+        flat, last_inputs = convolution(flat, mask=mask, history=history.get(f"{name}_inputs"))
+        return tf.reshape(flat, tf.shape(heads)), last_inputs
+
+    def _no_inputs(self, batch_size):
+        """What the short convolution remembers before the first position."""
+        return tf.zeros([batch_size, self.short_convolution - 1, self.hidden_size], self._state_dtype)
+
+    @property
+    def _state_dtype(self):
+        return "float64" if self.compute_dtype == "float64" else "float32"
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "hidden_size": self.hidden_size,
+            "num_heads": self.num_heads,
+            "attention_dropout": self.attention_dropout,
+            "short_convolution": self.short_convolution,
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "kernel_regularizer": keras.regularizers.serialize(self.kernel_regularizer),
+            "bias_regularizer": keras.regularizers.serialize(self.bias_regularizer),
+            "activity_regularizer": keras.regularizers.serialize(self.activity_regularizer),
+            "kernel_constraint": keras.constraints.serialize(self.kernel_constraint),
+            "bias_constraint": keras.constraints.serialize(self.bias_constraint),
+            "seed": self.seed,
+        }
+
+
+def check_positive(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, received {value!r}")
+
+
+def check_size_or_zero(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be 0 or a positive integer, received {value!r}")
