@@ -19,12 +19,14 @@ if keras.backend.backend() != "tensorflow":
 
 from favor_keras import layers, models, ops  # noqa: E402
 from favor_keras.callbacks import RedrawProjections  # noqa: E402
-from favor_keras.layers import FavorAttention, SelfAttention  # noqa: E402
+from favor_keras.layers import FastWeightsAttention, FavorAttention, SelfAttention  # noqa: E402
 from favor_keras.models import CausalLM  # noqa: E402
 from favor_keras.ops import (  # noqa: E402
     causal_denominator,
     causal_numerator,
     create_projection_matrix,
+    delta_rule,
+    dpfp,
     favor_attention,
     linear_attention,
     noncausal_denominator,

@@ -1,6 +1,6 @@
 """The layers that can mix a `CausalLM`'s sequence, by name, with the settings that we recommend."""
 
-from favor_keras.layers import SelfAttention
+from favor_keras.layers import FastWeightsAttention, SelfAttention
 
 
 def favor(hidden_size, num_heads, **options):
@@ -13,7 +13,13 @@ def favor(hidden_size, num_heads, **options):
     return SelfAttention(hidden_size, num_heads, causal=True, **{**settings, **options})
 
 
-MIXERS = {"favor": favor}
+def fast_weights(hidden_size, num_heads, **options):
+    """Fast weights: the delta rule on L2-normalised keys, RMS norm per head, width-4 convolution."""
+    settings = {"feature_map": "l2", "short_convolution": 4, "output_norm": True}
+    return FastWeightsAttention(hidden_size, num_heads, **{**settings, **options})
+
+
+MIXERS = {"favor": favor, "fast_weights": fast_weights}
 
 
 def get_mixer(mixer):

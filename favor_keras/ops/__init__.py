@@ -9,8 +9,11 @@ from favor_keras.ops.attention import (
 )
 from favor_keras.ops.causal_convolution import causal_convolution
 from favor_keras.ops.chunk_scan import scan_chunks
+from favor_keras.ops.delta_rule import delta_rule
+from favor_keras.ops.dpfp import dpfp
 from favor_keras.ops.factories import make_fast_generalized_attention, make_fast_softmax_attention
 from favor_keras.ops.kernels import (
+    DPFPKernel,
     EluKernel,
     GeneralizedKernel,
     HyperbolicSoftmaxKernel,

@@ -61,6 +61,9 @@ def dpfp(x, nu=1, normalize=True, epsilon=1e-6):
     data = tf.cast(x, full_precision(x))
     rectified = tf.nn.relu(tf.concat([data, -data], axis=-1))
     features = tf.concat([rectified * tf.roll(rectified, shift, axis=-1) for shift in range(1, nu + 1)], axis=-1)
-    if normalize:
-        features /= tf.reduce_sum(features, axis=-1, keepdims=True) + epsilon
-    return tf.cast(features, x.dtype)
+    return tf.cast(sum_normalized(features, epsilon) if normalize else features, x.dtype)
+
+
+def sum_normalized(features, epsilon=1e-6):
+    """features / (sum(features) + epsilon), over the last axis."""
+    return features / (tf.reduce_sum(features, axis=-1, keepdims=True) + epsilon)

@@ -15,6 +15,7 @@ import math
 import keras
 import tensorflow as tf
 
+from favor_keras.ops.dpfp import dpfp
 from favor_keras.ops.precision import full_precision
 
 
@@ -339,6 +340,43 @@ class EluKernel(KernelTransformation):
         return features + self._stabilizer(numerical_stabilizer), log_scale
 
 
+@keras.saving.register_keras_serializable(package="favor_keras")
+class DPFPKernel(KernelTransformation):
+    """The features of `dpfp`, not normalised, of the data or of projections W x of them.
+
+    Without a stabilizer by default: a query and a key that share no feature do not see each other.
+
+    Args:
+        nu: number of shifts; there are 2 nu K features for data of size K.
+
+    References:
+        arXiv:2102.11174, section 5.3
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from favor_keras.ops import DPFPKernel
+    >>> DPFPKernel(nu=2)(tf.ones([1, 6, 2, 16]), True).shape
+    TensorShape([1, 6, 2, 64])
+    """
+
+    default_stabilizer = 0.0
+
+    def __init__(self, nu=1):
+        self.nu = nu
+
+    def num_features(self, size, num_projections=None):
+        return 2 * self.nu * super().num_features(size, num_projections)
+
+    def scaled_features(self, data, is_query, projection_matrix=None, numerical_stabilizer=None):
+        if projection_matrix is not None:
+            data = project(data, projection_matrix)
+        return dpfp(data, self.nu, normalize=False) + self._stabilizer(numerical_stabilizer), None
+
+    def get_config(self):
+        return {"nu": self.nu}
+
+
 softmax_kernel_transformation = SoftmaxKernel()
 relu_kernel_transformation = ReluKernel()
 
@@ -362,6 +400,7 @@ KERNELS = {
     "softmax_trig": TrigonometricSoftmaxKernel(),
     "relu": relu_kernel_transformation,
     "elu": EluKernel(),
+    "dpfp": DPFPKernel(),
     **{name: GeneralizedKernel(name) for name in GENERALIZED_FUNCTIONS},
 }
 
