@@ -6,8 +6,8 @@ import tensorflow as tf
 from favor_keras.layers.masks import checked_mask, log_scale_of, zero_where_masked
 from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer, check_size_or_zero
 from favor_keras.ops.delta_rule import delta_rule
-from favor_keras.ops.dpfp import sum_normalized
-from favor_keras.ops.kernels import DPFPKernel, KernelTransformation, get_kernel, serialize_kernel
+from favor_keras.ops.dpfp import dpfp, sum_normalized
+from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES, linear_attention, zero_state
 from favor_keras.ops.precision import full_precision
 from favor_keras.ops.projections import draw_projection
@@ -178,8 +178,9 @@ class FastWeightsAttention(MultiHeadMixer):
     def _num_features(self):
         if self.feature_map == "l2":
             return self.head_size
-        kernel = DPFPKernel(self.nu) if self.feature_map == "dpfp" else self.feature_map
-        return kernel.num_features(self.head_size, self._num_projections)
+        if self.feature_map == "dpfp":
+            return 2 * self.nu * self.head_size
+        return self.feature_map.num_features(self.head_size, self._num_projections)
 
     def build(self, inputs_shape):
         self._build_projections(inputs_shape, inputs_shape)
@@ -239,11 +240,12 @@ class FastWeightsAttention(MultiHeadMixer):
         full = tf.cast(data, full_precision(data))
         if self.feature_map == "l2":
             features = tf.math.l2_normalize(tf.nn.silu(full), axis=-1, epsilon=1e-6)
+        elif self.feature_map == "dpfp":
+            features = dpfp(full, self.nu)
         else:
-            kernel = DPFPKernel(self.nu) if self.feature_map == "dpfp" else self.feature_map
             matrix = None if self.projection_matrix is None else tf.cast(self.projection_matrix, full.dtype)
             # The log scale of a position cancels in the quotient.
-            features = sum_normalized(kernel.scaled_features(full, is_query, matrix)[0])
+            features = sum_normalized(self.feature_map.scaled_features(full, is_query, matrix)[0])
         return tf.cast(features, data.dtype)
 
     def _update(self, inputs, query, key, value, mask, cache):

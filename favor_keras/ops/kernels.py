@@ -344,7 +344,8 @@ class EluKernel(KernelTransformation):
 class DPFPKernel(KernelTransformation):
     """The features of `dpfp`, not normalised, of the data or of projections W x of them.
 
-    Without a stabilizer by default: a query and a key that share no feature do not see each other.
+    `numerical_stabilizer` is 1e-3 by default: a query that shares no feature with any key then sees
+    all alike, and does not jump from nothing to the whole value of the first key it touches.
 
     Args:
         nu: number of shifts; there are 2 nu K features for data of size K.
@@ -359,8 +360,6 @@ class DPFPKernel(KernelTransformation):
     >>> DPFPKernel(nu=2)(tf.ones([1, 6, 2, 16]), True).shape
     TensorShape([1, 6, 2, 64])
     """
-
-    default_stabilizer = 0.0
 
     def __init__(self, nu=1):
         self.nu = nu

@@ -1,0 +1,45 @@
+"""Quiet logs, and what several test files need."""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("AUTOGRAPH_VERBOSITY", "0")
+
+import functools  # noqa: E402
+import pathlib  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """reference("favor") is the dict of arrays in data/favor_reference.npz, all float64."""
+
+    @functools.cache
+    def load(name):
+        with np.load(pathlib.Path(__file__).parent / "data" / f"{name}_reference.npz") as arrays:
+            return dict(arrays)
+
+    return load
+
+
+@pytest.fixture(params=["graph", "xla", "graph_unknown_shapes", "xla_unknown_shapes"])
+def compiled(request):
+    """compiled(function, *arguments): the function's results when it runs compiled, one test per way.
+
+    With unknown shapes the first two axes of every argument are unknown: batch, and length or heads.
+    """
+
+    def specification(x):
+        return tf.TensorSpec([None, None, *x.shape[2:]][: x.shape.rank], x.dtype)
+
+    def run(function, *arguments):
+        signature = None
+        if request.param.endswith("unknown_shapes"):
+            signature = tf.nest.map_structure(specification, arguments)
+        return tf.function(function, signature, autograph=False, jit_compile=request.param.startswith("xla"))(*arguments)
+
+    return run
