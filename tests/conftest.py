@@ -40,6 +40,7 @@ def compiled(request):
         signature = None
         if request.param.endswith("unknown_shapes"):
             signature = tf.nest.map_structure(specification, arguments)
-        return tf.function(function, signature, autograph=False, jit_compile=request.param.startswith("xla"))(*arguments)
+        jit_compile = request.param.startswith("xla")
+        return tf.function(function, signature, autograph=False, jit_compile=jit_compile)(*arguments)
 
     return run

@@ -117,30 +117,30 @@ def delta_rule(
 def advance(state, query, key, value, beta, log_decay=None):
     """Read and write one chunk of [B, H, C, ...]: the output [B, H, C, D] and the state after it."""
     beta = beta[..., None]
-    scores = tf.matmul(query, key, transpose_b=True)
-    overlaps = tf.matmul(key, key, transpose_b=True)
-    output, remembered = tf.matmul(query, state), tf.matmul(key, state)
+    # Keys and queries meet the same matrices, and two small products cost more than one large one.
+    both = tf.concat([key, query], axis=2)
+    overlaps, scores = tf.split(tf.matmul(both, key, transpose_b=True), 2, axis=2)
+    remembered, output = tf.split(tf.matmul(both, state), 2, axis=2)
     if log_decay is not None:
         decay, decay_from_start = _decays(log_decay)
-        scores, overlaps = decay * scores, decay * overlaps
-        output, remembered = decay_from_start * output, decay_from_start * remembered
-    # The solver reads the lower triangle only.
-    system = tf.linalg.set_diag(beta * overlaps, tf.ones_like(beta[..., 0]))
-    updates = tf.linalg.triangular_solve(system, beta * (value - remembered))
+        overlaps, scores = decay * overlaps, decay * scores
+        remembered, output = decay_from_start * remembered, decay_from_start * output
+    on_diagonal = tf.eye(tf.shape(key)[2], dtype=tf.bool)
+    system = tf.where(on_diagonal, tf.ones([], state.dtype), beta * overlaps)
+    updates = tf.linalg.triangular_solve(system, beta * (value - remembered))  # reads the lower triangle only
     output += tf.matmul(tf.linalg.band_part(scores, -1, 0), updates)
     if log_decay is not None:
-        state *= decay_from_start[:, :, -1:]
-        updates *= decay[:, :, -1, :, None]
+        state *= tf.exp(tf.reduce_sum(log_decay, axis=-1))[..., None, None]
+        updates *= tf.exp(tf.cumsum(log_decay, axis=-1, exclusive=True, reverse=True))[..., None]
     return output, state + tf.matmul(key, updates, transpose_a=True)
 
 
 def _decays(log_decay):
     """W [B, H, C, C], in its lower triangle, and w [B, H, C, 1]."""
-    size = tf.shape(log_decay)[-1]
-    tokens = tf.range(size)
-    later = tokens[:, None] > tokens
+    tokens = tf.range(tf.shape(log_decay)[-1])
+    after = tokens[:, None] > tokens
     # One sum per pair of tokens: the difference of two sums from the start would have the error of both.
-    between = tf.cumsum(tf.where(later, log_decay[..., None], tf.zeros([], log_decay.dtype)), axis=-2)
+    between = tf.cumsum(tf.where(after, log_decay[..., None], tf.zeros([], log_decay.dtype)), axis=-2)
     return tf.exp(between), tf.exp(tf.cumsum(log_decay, axis=-1))[..., None]
 
 
@@ -176,12 +176,12 @@ def _checked(inputs, initial_state):
 
 
 def _check_dtypes(inputs):
-    dtypes = {name: x.dtype.name for name, x in inputs.items()}
-    if not inputs["query"].dtype == inputs["key"].dtype == inputs["value"].dtype:
-        raise ValueError(f"query, key and value must have one dtype, received {dtypes}")
     for name, x in inputs.items():
         if not x.dtype.is_floating:
-            raise ValueError(f"{name} must be floating-point, received {dtypes[name]}")
+            raise ValueError(f"{name} must be floating-point, received {x.dtype.name}")
+    dtypes = [inputs[name].dtype.name for name in ("query", "key", "value")]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"query, key and value must have one dtype, received {', '.join(dtypes)}")
 
 
 def _known_sizes(tensors):

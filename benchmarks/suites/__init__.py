@@ -1,0 +1,1 @@
+"""One module per suite; see `benchmarks`."""

@@ -1,0 +1,99 @@
+"""Causal linear attention on given features, against other ways to compute the same.
+
+The library's op gets [B, T, H, .]; the baselines that are faster with the time first get [T, B, H, .], so no one
+pays for a transposition that it did not need.
+"""
+
+from functools import partial
+
+import numpy as np
+import tensorflow as tf
+
+from benchmarks.baselines import cumulative_sum_attention, per_step_attention, quadratic_attention
+from benchmarks.bench import LIBRARY, Candidate, fastest, sizes
+from benchmarks.measure import Program
+from benchmarks.report import Plot
+from favor_keras.ops import linear_attention
+
+FORWARD, BACKWARD = "forward", "forward + backward"
+MODES = ("graph", "xla")
+LENGTHS = (64, 256, 1024, 4096, 16384, 65536)
+BASELINES = {
+    "per-step sums": per_step_attention,
+    "cumulative sums": cumulative_sum_attention,
+    "quadratic": quadratic_attention,
+}
+TIME_FIRST = ("per-step sums", "cumulative sums")
+
+PLOTS = [
+    Plot(f"{case}_{y}", f"Causal linear attention, {BACKWARD}, {title}", "T", y, where={"case": case})
+    for case, title in (("B1", "B1 H8 M128 D64"), ("BT65536", "B T = 65,536, H2 M128 D64"))
+    for y in ("milliseconds", "peak_mb")
+]
+
+
+def run(bench):
+    main_shape = {"B": 4, "H": 8, "T": 256 if bench.quick else 1024, "M": 128, "D": 64}
+    for direction in (FORWARD, BACKWARD):
+        rows = _compare(bench, "main", main_shape, direction, BASELINES)
+        for name, factor in (("per-step sums", 8), ("cumulative sums", 40)):
+            _claim(bench, rows, name, factor if direction == BACKWARD else 1)
+    for length in LENGTHS[:3] if bench.quick else LENGTHS:
+        for case, batch_size, num_heads in (("B1", 1, 8), ("BT65536", 65536 // length, 2)):
+            shape = {"B": batch_size, "H": num_heads, "T": length, "M": 128, "D": 64}
+            _compare(bench, case, shape, BACKWARD, filter(partial(_is_worth_a_try, shape), BASELINES))
+
+
+def _compare(bench, case, shape, direction, baselines):
+    candidates = [
+        Candidate(name, mode, partial(program, name, shape, direction == BACKWARD))
+        for name in (LIBRARY, *baselines)
+        for mode in MODES
+    ]
+    return bench.compare("causal linear attention", shape, candidates, case=case, direction=direction)
+
+
+def _is_worth_a_try(shape, baseline):
+    """Leaves out what needs more than 300 steps or more than a gigabyte for one of its tensors."""
+    pairs_of_sequences = shape["B"] * shape["H"]
+    return {
+        "per-step sums": shape["T"] <= 300,
+        "cumulative sums": 4 * pairs_of_sequences * shape["T"] * shape["M"] * shape["D"] < 1.1e9,
+        "quadratic": 4 * pairs_of_sequences * shape["T"] ** 2 < 1.1e9,
+    }[baseline]
+
+
+def _claim(bench, rows, baseline, factor):
+    """That the library's best mode beats the baseline's best by this factor."""
+    library, other = fastest(rows, candidate=LIBRARY), fastest(rows, candidate=baseline)
+    ratio = other / library if library and other else None
+    bench.claim(f"{rows[0]['direction']}, {sizes(rows[0]['shape'])}: times faster than {baseline}", ratio, at_least=factor)
+
+
+def program(candidate, shape, backward):
+    """The candidate on random positive features and normal values of the shape, always the same ones."""
+    generator = np.random.default_rng(0)
+    leading = [shape[letter] for letter in "BTH"]
+    queries, keys = (generator.gamma(1.0, size=[*leading, shape["M"]]) for _ in range(2))
+    values, d_outputs = (generator.normal(size=[*leading, shape["D"]]) for _ in range(2))
+    arguments = [x.astype(np.float32) for x in (queries, keys, values, d_outputs)]
+    time_first = candidate in TIME_FIRST
+    if time_first:
+        arguments = [np.transpose(x, [1, 0, 2, 3]) for x in arguments]
+    attention = BASELINES.get(candidate, partial(linear_attention, causal=True))
+
+    def forward(queries, keys, values, d_outputs):
+        return [attention(queries, keys, values)]
+
+    def forward_and_backward(queries, keys, values, d_outputs):
+        sources = [queries, keys, values]
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            outputs = attention(*sources)
+        return [outputs, *tape.gradient(outputs, sources, d_outputs)]
+
+    return Program(
+        forward_and_backward if backward else forward,
+        tuple(map(tf.constant, arguments)),
+        (lambda results: [tf.transpose(x, [1, 0, 2, 3]) for x in results]) if time_first else (lambda results: results),
+    )

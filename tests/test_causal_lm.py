@@ -1,0 +1,396 @@
+"""CausalLM and its blocks: one model for whole texts, pieces of texts and generated ones."""
+
+import inspect
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from harness import (
+    TOLERANCES,
+    assert_causal,
+    assert_ignores_padding,
+    assert_same_cache,
+    assert_streams,
+    normal,
+    padding_masks,
+    policies,
+)
+from oracles import assert_close
+
+from favor_keras import CausalLM, SelfAttention
+from favor_keras.models import DecoderBlock
+
+VOCABULARY, HIDDEN = 11, 8
+
+
+def make_model(**options):
+    """A model whose logits are far from equal."""
+    settings = {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": 2, "seed": 1}
+    keras.utils.set_random_seed(0)
+    model = CausalLM(VOCABULARY, **{**settings, **options})
+    model.build((None, None))
+    model.embedding.embeddings.assign(20 * model.embedding.embeddings)
+    model.head.kernel.assign(5 * model.head.kernel)
+    return model
+
+
+def random_ids(batch_size, length, seed=0):
+    return np.random.default_rng(seed).integers(VOCABULARY, size=[batch_size, length]).astype("int32")
+
+
+both_kernels = pytest.mark.parametrize(
+    "mixer_options", [{"kernel_transformation": "softmax"}, {}], ids=["softmax", "recommended"]
+)
+
+
+@pytest.mark.parametrize("max_length", [None, 20])
+@policies
+def test_logits_are_float32_of_every_token(policy, max_length):
+    model = make_model(dtype=policy, max_length=max_length)
+    ids = random_ids(3, 9)
+    logits = model(ids)
+    assert logits.shape == (3, 9, VOCABULARY) and logits.dtype == "float32"
+    assert_close(model(ids.astype("int64")), logits, 1e-6)
+    symbolic = model(keras.Input([None], dtype="int32"))
+    assert (symbolic.shape, symbolic.dtype) == ((None, None, VOCABULARY), "float32")
+
+
+@pytest.mark.parametrize("max_length", [None, 20])
+@both_kernels
+def test_C4_no_logit_depends_on_later_tokens(mixer_options, max_length):
+    model, ids = make_model(mixer_options=mixer_options, max_length=max_length), random_ids(2, 12)
+    whole = model(ids)
+    for t in (1, 2, 6, 11):
+        assert_close(model(ids[:, :t]), whole[:, :t], 1e-5)
+        changed = np.concatenate([ids[:, :t], (ids[:, t:] + 1) % VOCABULARY], axis=1)
+        assert_close(model(changed)[:, :t], whole[:, :t], 1e-5)
+        assert np.abs(model(changed)[:, t:] - whole[:, t:]).max() > 0.1
+
+
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_M1_padding_tokens_are_not_there(max_length):
+    model, ids = make_model(max_length=max_length), random_ids(2, 8)
+    expected = model(ids)
+    for mask in padding_masks(2, 8, 4).values():
+        padded = random_ids(2, 12, seed=1)
+        padded[mask] = ids.ravel()
+        assert_close(model(padded, mask=mask)[mask], tf.reshape(expected, [-1, VOCABULARY]), 1e-5)
+
+
+def stream_ids(model, ids, sizes, mask=None):
+    cache, logits = model.init_cache(len(ids), ids.shape[1]), []
+    for start, size in zip(np.cumsum([0, *sizes]), sizes):
+        piece = slice(start, start + size)
+        new, cache = model(ids[:, piece], mask=None if mask is None else mask[:, piece], cache=cache)
+        logits.append(new)
+    return tf.concat(logits, axis=1), cache
+
+
+@policies
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_D1_D2_D5_pieces_equal_the_whole(max_length, policy):
+    model, ids = make_model(max_length=max_length, dtype=policy), random_ids(2, 10)
+    # Two blocks round twice.
+    tolerance = 3 * TOLERANCES[policy]
+    whole, final = stream_ids(model, ids, [10])
+    assert_close(whole, model(ids), tolerance)
+    for sizes in ([1] * 10, [3, 1, 6]):
+        logits, cache = stream_ids(model, ids, sizes)
+        assert_close(logits, whole, tolerance)
+        assert_same_cache(cache, final, 4 * tolerance)
+
+
+def test_D2_padded_pieces_equal_the_whole():
+    model, ids = make_model(max_length=20), random_ids(2, 10)
+    mask = np.random.default_rng(0).uniform(size=[2, 10]) < 0.6
+    whole, final = stream_ids(model, ids, [10], mask)
+    logits, cache = stream_ids(model, ids, [4, 1, 5], mask)
+    assert_close(logits[mask], whole[mask], 1e-5)
+    assert_same_cache(cache, final, 1e-5)
+    assert np.array_equal(cache["position"], mask.sum(axis=1))
+
+
+@policies
+def test_D2_the_state_and_the_positions_stay_exact_in_every_precision(policy):
+    # bfloat16 has no odd numbers above 256.
+    model, ids = make_model(num_layers=1, max_length=320, dtype=policy), random_ids(1, 305)
+    logits, cache = stream_ids(model, ids, [300, 1, 1, 1, 1, 1])
+    assert np.array_equal(cache["position"], [305])
+    assert_close(logits[:, 300:], model(ids)[:, 300:], 3 * TOLERANCES[policy])
+
+
+def test_D9_beams_can_be_reordered():
+    model, ids, order = make_model(max_length=20), random_ids(3, 8), [2, 0, 2, 1]
+    _, cache = stream_ids(model, ids[:, :5], [5])
+    logits, _ = model(ids[order, 5:], cache={name: tf.gather(tensor, order) for name, tensor in cache.items()})
+    assert_close(logits, tf.gather(model(ids)[:, 5:], order), 1e-5)
+
+
+# Generating.
+
+
+def greedy_without_cache(model, ids, count):
+    for _ in range(count):
+        ids = np.concatenate([ids, np.argmax(model(ids)[:, -1:], axis=-1)], axis=1)
+    return ids
+
+
+@pytest.mark.parametrize("max_length", [None, 60])
+@both_kernels
+def test_D1_D13_greedy_tokens_are_those_of_the_whole_text_at_every_step(mixer_options, max_length):
+    model, prompt = make_model(mixer_options=mixer_options, max_length=max_length), random_ids(2, 3)
+    generated = model.generate(prompt, 50, temperature=0)
+    assert generated.dtype == "int32"
+    assert np.array_equal(generated, greedy_without_cache(model, prompt, 50))
+    assert len(np.unique(generated[:, 3:])) > 2
+    stepwise, _ = stream_ids(model, np.asarray(generated), [1] * 53)
+    assert np.abs(stepwise - model(generated)).max() < 1e-3
+
+
+def test_generation_depends_on_the_seed_alone():
+    model, prompt = make_model(), random_ids(2, 3)
+    first = model.generate(prompt, 20, seed=5)
+    assert np.array_equal(first[:, :3], prompt) and first.shape == (2, 23)
+    assert np.array_equal(model.generate(prompt, 20, seed=5), first)
+    assert not np.array_equal(model.generate(prompt, 20, seed=6), first)
+    assert not np.array_equal(model.generate(prompt, 20), model.generate(prompt, 20))
+    assert np.array_equal(model.generate(prompt, 5, seed=5), first[:, :8])
+    assert not np.array_equal(first[0, 3:], first[1, 3:])
+
+
+def test_generation_takes_one_token_and_gives_one_token():
+    model = make_model()
+    ids = model.generate(np.array([[3]], "int64"), 1, temperature=0)
+    assert ids.dtype == "int64"
+    assert np.array_equal(ids, greedy_without_cache(model, np.array([[3]]), 1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_sampled_with_their_probabilities(temperature):
+    model, count = make_model(num_layers=1), 20_000
+    prompt = random_ids(1, 3)
+    expected = tf.nn.softmax(model(prompt)[0, -1] / temperature).numpy()
+    sampled = model.generate(np.repeat(prompt, count, axis=0), 1, temperature=temperature, seed=0)[:, -1]
+    frequencies = np.bincount(sampled, minlength=VOCABULARY) / count
+    assert np.all(np.abs(frequencies - expected) < 4.5 * np.sqrt(expected * (1 - expected) / count) + 1e-4)
+    assert expected.max() - expected.min() > 0.1
+
+
+def test_later_tokens_are_sampled_with_their_probabilities_too():
+    model, count = make_model(num_layers=1), 20_000
+    prompt = random_ids(1, 3)
+    sampled = np.asarray(model.generate(np.repeat(prompt, count, axis=0), 2, seed=0))
+    first = np.bincount(sampled[:, 3]).argmax()
+    second = sampled[sampled[:, 3] == first, 4]
+    expected = tf.nn.softmax(model(np.append(prompt, [[first]], axis=1))[0, -1]).numpy()
+    deviation = np.sqrt(expected * (1 - expected) / len(second))
+    assert np.all(np.abs(np.bincount(second, minlength=VOCABULARY) / len(second) - expected) < 4.5 * deviation + 1e-3)
+
+
+def test_generation_follows_new_weights():
+    model, prompt = make_model(num_layers=1), random_ids(2, 3)
+    before = model.generate(prompt, 10, temperature=0)
+    model.set_weights([-w if w.dtype == "float32" else w for w in model.get_weights()])
+    after = model.generate(prompt, 10, temperature=0)
+    assert not np.array_equal(before, after)
+    assert np.array_equal(after, greedy_without_cache(model, prompt, 10))
+
+
+def test_generation_has_no_dropout():
+    model, prompt = make_model(dropout=0.5, mixer_options={"attention_dropout": 0.5}), random_ids(2, 3)
+    assert np.array_equal(model.generate(prompt, 10, temperature=0), greedy_without_cache(model, prompt, 10))
+
+
+def test_D12_no_more_positions_than_there_are():
+    model = make_model(max_length=10)
+    assert model(random_ids(1, 10)).shape == (1, 10, VOCABULARY)
+    assert model.generate(random_ids(1, 4), 6, seed=0).shape == (1, 10)
+    with pytest.raises(ValueError, match="token_ids must have at most max_length=10 positions, received 11"):
+        model(random_ids(1, 11))
+    with pytest.raises(ValueError, match="max_length=10.*received 11"):
+        model.generate(random_ids(1, 4), 7)
+    with pytest.raises(ValueError, match="max_length=10.*received 11"):
+        model.generate(random_ids(1, 10), 1)
+
+
+def test_D12_a_cache_does_not_go_past_the_last_position():
+    model = make_model(max_length=10)
+    _, cache = stream_ids(model, random_ids(1, 8), [8])
+    assert model(random_ids(1, 2), cache=cache)[0].shape == (1, 2, VOCABULARY)
+    with pytest.raises(ValueError, match="max_length=10"):
+        model(random_ids(1, 3), cache=cache)
+
+
+def test_D12_a_model_without_positions_has_no_limit():
+    assert make_model(num_layers=1).generate(random_ids(1, 2), 300, seed=0).shape == (1, 302)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones([2, 0], "int32"), 5), "token_ids must be .batch, length. with length at least 1"),
+        ((np.ones([3], "int32"), 5), "token_ids must be .batch, length."),
+        ((np.ones([2, 3], "int32"), 0), "max_new_tokens must be at least 1, received 0"),
+        ((np.ones([2, 3], "int32"), 2.5), "max_new_tokens must be .* received 2.5"),
+        ((np.ones([2, 3], "int32"), 5, -1.0), "temperature must be at least 0, received -1.0"),
+        ((np.ones([2, 3], "int32"), 5, math.nan), "temperature must be at least 0, received nan"),
+        ((np.ones([2, 3], "float32"), 5), "token_ids must be integers"),
+    ],
+    ids=["empty", "rank", "no_tokens", "fraction", "temperature", "nan", "dtype"],
+)
+def test_what_cannot_be_generated_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(num_layers=1).generate(*arguments)
+
+
+# Configuring.
+
+
+@keras.saving.register_keras_serializable(package="test")
+def last_tokens(hidden_size, num_heads, **options):
+    """A mixer of our own: attention without a projection."""
+    return SelfAttention(hidden_size, num_heads, causal=True, use_bias=True, **options)
+
+
+OTHER_SETTINGS = {
+    "vocabulary_size": VOCABULARY,
+    "hidden_size": 12,
+    "num_layers": 3,
+    "num_heads": 3,
+    "feed_forward_size": 20,
+    "mixer": last_tokens,
+    "mixer_options": {"short_convolution": 2},
+    "dropout": 0.25,
+    "max_length": 33,
+    "seed": 7,
+}
+
+
+def test_S15_config_is_complete():
+    names = [n for n in inspect.signature(CausalLM.__init__).parameters if n not in ("self", "kwargs")]
+    assert sorted(names) == sorted(OTHER_SETTINGS), "a new argument needs a value other than its default here"
+    model = CausalLM(**OTHER_SETTINGS, name="mine", dtype="mixed_float16")
+    config = model.get_config()
+    assert {*names, "name", "trainable", "dtype"} <= set(config)
+    again = CausalLM.from_config(config)
+    assert again.get_config() == config and again.mixer is last_tokens
+    renamed = CausalLM.from_config({**config, "name": "z", "trainable": False, "dtype": "float32"})
+    assert (renamed.name, renamed.trainable, renamed.dtype_policy.name) == ("z", False, "float32")
+    renamed.build((None, None))
+    assert renamed.trainable_weights == []
+
+
+def test_S9_S11_build_makes_all_weights_and_every_setting_counts():
+    models = CausalLM(**OTHER_SETTINGS), CausalLM(**OTHER_SETTINGS)
+    models[0].build((None, None))
+    models[1](random_ids(1, 3))
+    assert [w.shape for w in models[0].weights] == [w.shape for w in models[1].weights]
+    mixer = 4 * 12 * 12 + 4 * 12 + 3 * 2 * 12
+    block = mixer + 2 * 2 * 12 + (12 * 20 + 20) + (20 * 12 + 12)
+    expected = VOCABULARY * 12 + 33 * 12 + 3 * block + 2 * 12 + 12 * VOCABULARY + VOCABULARY
+    assert models[0].count_params() == models[1].count_params() == expected
+
+
+def test_the_recommended_mixer_and_its_options():
+    model = make_model(mixer_options={"attention_dropout": 0.1, "nb_random_features": 5})
+    mixers = [block.mixer for block in model.blocks]
+    assert all(m.causal and m.short_convolution == 4 and m.attention_dropout == 0.1 for m in mixers)
+    assert [m.projection_matrix.shape for m in mixers] == [(5, HIDDEN // 2)] * 2
+    assert np.abs(mixers[0].projection_matrix - mixers[1].projection_matrix).max() > 0.1
+    assert make_model().blocks[0].mixer.projection_matrix.shape == (HIDDEN, HIDDEN // 2)
+
+
+def test_dropout_of_the_model_is_on_in_training_only():
+    model, ids = make_model(dropout=0.5), random_ids(2, 9)
+    assert np.array_equal(model(ids), model(ids, training=False))
+    assert np.abs(model(ids, training=True) - model(ids, training=True)).max() > 0.1
+    assert np.array_equal(make_model()(ids, training=True), make_model()(ids))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixer": "transformer"}, "mixer must be one of .*favor.* received 'transformer'"),
+        ({"mixer": 3}, "mixer must be one of .* received 3"),
+        ({"vocabulary_size": 0}, "vocabulary_size must be a positive integer, received 0"),
+        ({"vocabulary_size": 9.0}, "vocabulary_size must be a positive integer, received 9.0"),
+        ({"num_layers": -1}, "num_layers must be a positive integer, received -1"),
+        ({"num_heads": 3}, "hidden_size must be divisible by num_heads, received hidden_size=8, num_heads=3"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer, received 0"),
+        ({"feed_forward_size": 0}, "feed_forward_size must be .* received 0"),
+        ({"max_length": 0}, "max_length must be .* received 0"),
+        ({"dropout": 1.5}, "dropout must be .* received 1.5"),
+        ({"mixer_options": {"window": 3}}, "window"),
+    ],
+    ids=lambda x: ", ".join(f"{name}={value}" for name, value in x.items()) if isinstance(x, dict) else "",
+)
+def test_bad_arguments_are_refused(options, message):
+    settings = {"vocabulary_size": VOCABULARY, "hidden_size": HIDDEN, "num_heads": 2}
+    with pytest.raises(ValueError, match=message):
+        CausalLM(**{**settings, **options})
+
+
+def test_unregistered_mixers_are_refused_in_the_config():
+    def unregistered(hidden_size, num_heads, **options):
+        return SelfAttention(hidden_size, num_heads, causal=True, **options)
+
+    model = CausalLM(VOCABULARY, HIDDEN, 1, 2, mixer=unregistered)
+    assert model(random_ids(1, 3)).shape == (1, 3, VOCABULARY)
+    with pytest.raises(ValueError, match="mixer.* register_keras_serializable"):
+        model.get_config()
+
+
+# DecoderBlock.
+
+
+def make_block(policy="float32", **options):
+    mixer = SelfAttention(HIDDEN, 2, causal=True, short_convolution=4, seed=1, dtype=policy)
+    block = DecoderBlock(mixer, feed_forward_size=10, dtype=policy, **options)
+    keras.utils.set_random_seed(0)
+    block.build([None, None, HIDDEN])
+    return block
+
+
+def test_block_is_two_residuals_around_normalised_branches():
+    block, x = make_block(), normal(2, 5, HIDDEN)
+    mean = np.mean(x, axis=-1, keepdims=True)
+    normalised = (x - mean) / np.sqrt(np.var(x, axis=-1, keepdims=True) + 1e-5)
+    assert_close(block.mixer_norm(x), normalised, 1e-5)
+    y = x + block.mixer(normalised)
+    expand, contract = ([w.numpy() for w in dense.weights] for dense in (block.expand, block.contract))
+    inner = block.feed_forward_norm(y) @ expand[0] + expand[1]
+    gelu = inner * 0.5 * (1 + tf.math.erf(inner / math.sqrt(2)))
+    assert_close(block(x), y + gelu @ contract[0] + contract[1], 1e-5)
+
+
+@policies
+def test_C4_M2_D2_block_is_causal_ignores_padding_and_streams(policy):
+    block, inputs = make_block(policy), normal(2, 12, HIDDEN)
+    tolerance = 2 * TOLERANCES[policy]
+    assert_causal(block, inputs, tolerance)
+    assert_ignores_padding(lambda x, mask: block(x, mask=mask), inputs, tolerance)
+    assert_streams(block, inputs, tolerance, 4 * tolerance)
+
+
+def test_S15_block_config_is_complete():
+    block = make_block(dropout=0.25, seed=3, name="mine")
+    config = block.get_config()
+    names = [n for n in inspect.signature(DecoderBlock.__init__).parameters if n not in ("self", "kwargs")]
+    assert {*names, "name", "trainable", "dtype"} <= set(config)
+    again = DecoderBlock.from_config({**config, "name": "z", "trainable": False, "dtype": "mixed_float16"})
+    assert (again.name, again.trainable, again.compute_dtype) == ("z", False, "float16")
+    assert (again.feed_forward_size, again.dropout_rate, again.seed) == (10, 0.25, 3)
+    again.build([None, None, HIDDEN])
+    assert again.count_params() == block.count_params() and again.trainable_weights == []
+
+
+def test_H13_block_is_symbolic():
+    block = make_block("mixed_float16")
+    x = keras.Input([None, HIDDEN])
+    cache = {name: keras.Input(c.shape[1:], dtype="float32") for name, c in block.init_cache(1).items()}
+    output, new_cache = block(x, cache=cache)
+    assert (output.shape, output.dtype) == ((None, None, HIDDEN), "float16")
+    assert {n: (c.shape, c.dtype) for n, c in new_cache.items()} == {n: (c.shape, "float32") for n, c in cache.items()}
+    assert block(x).shape == block.compute_output_shape(x.shape) == (None, None, HIDDEN)
