@@ -15,8 +15,8 @@ _COLUMNS = {
 _NOTES = """
 Milliseconds are medians of {repeats} calls, the candidates of one shape taking turns. The library's fastest mode
 is 1 in the next column: below 1, the other is faster. First call: in a new process, with tracing and compiling. Peak
-memory: of that first call, above what the process held before it. Relative error: the largest, over outputs and gradients,
-against the first candidate of the shape.
+memory: of that first call, above what the process held before it. Relative error: the largest one of outputs and
+gradients, against the first candidate of the shape.
 """
 
 
@@ -55,14 +55,16 @@ def _file(bench, plot):
 
 
 def _claims(claims):
-    lines = [f"- {c['claim']}: {figure(c['measured'])} ({c['bound']}: {'kept' if c['kept'] else 'MISSED'})" for c in claims]
+    verdicts = {True: "kept", False: "MISSED"}
+    lines = [f"- {c['claim']}: {figure(c['measured'])} ({c['bound']}: {verdicts[c['kept']]})" for c in claims]
     return ["\n".join(lines)] if lines else []
 
 
 def _environment(bench):
     versions = ", ".join(f"{name} {version}" for name, version in bench.environment["versions"].items())
     commit = bench.environment["commit"] or "unknown"
-    return f"{bench.environment['machine']}; {versions}; commit {commit}.\n{_NOTES.format(repeats=bench.repeats)}".rstrip()
+    notes = _NOTES.format(repeats=bench.repeats).rstrip()
+    return f"{bench.environment['machine']}; {versions}; commit {commit}.\n{notes}"
 
 
 def _table(rows):
@@ -99,12 +101,12 @@ def _draw(plot, rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    canvas, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points)), marker="o", label=label)
     axes.set(title=plot.title, xlabel=plot.x, ylabel=_COLUMNS[plot.y], xscale="log", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    canvas.savefig(path, dpi=120)
+    pyplot.close(canvas)
     return True

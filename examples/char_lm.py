@@ -291,7 +291,7 @@ def sample(model, vocabulary, args):
 
 
 def report(model, validation, vocabulary, best_step, start, run_dir, args):
-    """Score the best weights on the whole validation split, sample from them, write and print both."""
+    """Score the model on the whole validation split, sample from it, write and print both."""
     loss = model.evaluate(validation, verbose=0)
     text = sample(model, vocabulary, args)
     (run_dir / "sample.txt").write_text(text, encoding="utf-8")
@@ -325,9 +325,9 @@ def run(model, text, vocabulary, start, run_dir, args):
     if not np.isfinite(history["val_loss"]).any():
         print("error: the validation loss is never finite; try a lower --learning-rate", file=sys.stderr)
         return 1
-    best_model = keras.saving.load_model(run_dir / "model.keras")
+    model.load_weights(run_dir / "model.keras")
     best_step = history["step"][int(np.nanargmin(history["val_loss"]))]
-    report(best_model, consecutive_windows(validation_ids, args), vocabulary, best_step, start, run_dir, args)
+    report(model, consecutive_windows(validation_ids, args), vocabulary, best_step, start, run_dir, args)
     return 0
 
 

@@ -10,9 +10,10 @@ _BACKEND_HELP = (
 try:
     import keras
 except ImportError as error:
-    if os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow":
+    chosen = os.environ.get("KERAS_BACKEND")
+    if chosen == "tensorflow" or error.name in ("keras", "tensorflow"):
         raise
-    raise ImportError(f"{_BACKEND_HELP} KERAS_BACKEND is {os.environ['KERAS_BACKEND']!r}.") from error
+    raise ImportError(f"{_BACKEND_HELP} KERAS_BACKEND is {chosen!r}; Keras failed with: {error}") from error
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(f"{_BACKEND_HELP} The backend is {keras.backend.backend()!r}.")

@@ -1,6 +1,8 @@
 """`scan_chunks` on a recurrence with two states, two inputs and two constants, none of which it is linear in."""
 
 import functools
+import gc
+import weakref
 
 import numpy as np
 import oracles
@@ -115,14 +117,10 @@ def test_derivatives_of_higher_order_eager():
     assert_close(third, expected_third, 1e-4)
 
 
-@pytest.mark.parametrize("order", [1, 2], ids=["first", "second"])
-def test_derivatives_under_xla_H15_H16(order):
+def test_derivative_under_xla_H15_H16():
     arguments = make_arguments(9)
-    function = tf.function(functools.partial(slopes, order), autograph=False, jit_compile=True)
-    derivatives = function(*to_tensors(arguments))
-    assert_close(derivatives[1], naive_slope(*arguments), 1e-12)
-    if order == 2:
-        assert_close(derivatives[2], naive_higher_slopes(*arguments)[0], 1e-8)
+    function = tf.function(functools.partial(slopes, 1), autograph=False, jit_compile=True)
+    assert_close(function(*to_tensors(arguments))[1], naive_slope(*arguments), 1e-12)
 
 
 @pytest.mark.parametrize("used", range(3), ids=["output", "total", "memory"])
@@ -174,6 +172,25 @@ def test_without_state_it_maps_chunks():
     assert state == ()
     assert_close(output, np.sin(x), 1e-12)
     assert_close(tape.gradient(output, tensor), np.cos(x), 1e-12)
+
+
+def test_the_tape_keeps_no_tensor_of_a_step_alive():
+    """The forward pass keeps the inputs and the states between chunks, nothing else."""
+    x = tf.random.stateless_normal([B, 9, D], [0, 0])
+    squares = []
+
+    def square_twice(state, chunk, constants):
+        square = tf.square(chunk)
+        squares.append(weakref.ref(square))
+        return tf.square(square), state
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        output, _ = scan_chunks(square_twice, (), x, chunk_size=4, output_dtype="float32")
+    gc.collect()
+    assert len(squares) == 3
+    assert all(square() is None for square in squares)
+    assert_close(tape.gradient(output, x), 4 * x.numpy() ** 3, 1e-6)
 
 
 @pytest.mark.parametrize("chunk_size", [4, 100])

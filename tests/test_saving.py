@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import TOLERANCES, RoundTrip, normal, run_model
+from harness import TOLERANCES, WAYS, RoundTrip, assert_same_after_reloading, normal
 from oracles import assert_close
 
 from favor_keras import CausalLM, FavorAttention, SelfAttention
@@ -57,23 +57,11 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["float32", "language_model", "mixed"])
-@pytest.mark.parametrize("way", ["keras", "weights", "export", "saved_model"])
+@pytest.mark.parametrize("way", WAYS)
 def test_S1_S3_S5_S6_S11_S12_M11_reloaded_models_are_the_same(saved, way, name):
-    round_trip, results = saved
-    graph_in_half_precision = name == "mixed" and way in ("export", "saved_model")
-    tolerance = TOLERANCES["mixed_bfloat16"] if graph_in_half_precision else 1e-6
-    originals = results["original"][name]
-    assert len(originals) == len(results[way][name]) == len(SHAPES)
-    for index, (expected, expected_gradients) in enumerate(originals):
-        outputs, gradients = results[way][name][index]
-        assert len(outputs) == len(expected)
-        for output, expected_output in zip(outputs, expected):
-            assert_close(output, expected_output, tolerance)
-        if (way, name) == ("saved_model", "language_model"):
-            continue  # its inputs are integers, and it does not list its weights
-        assert len(gradients) == len(expected_gradients) > 0
-        for gradient, expected_gradient in zip(gradients, expected_gradients):
-            assert_close(gradient, expected_gradient, 10 * tolerance, smallest_scale=1e-3)
+    # A graph does not round the half-precision numbers inside at the same places.
+    in_half_precision = name == "mixed" and way in ("export", "saved_model")
+    assert_same_after_reloading(saved[1], way, name, TOLERANCES["mixed_bfloat16"] if in_half_precision else 1e-6)
 
 
 def test_S2_inference_is_deterministic_and_leaves_the_weights_alone(saved):
@@ -153,11 +141,3 @@ def test_S15_clones_compute_the_same_with_the_same_weights(kernel):
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     assert np.array_equal(clone(normal(2, 7, SIZE)), model(normal(2, 7, SIZE)))
-
-
-def test_gradients_of_the_original_are_not_zero(saved):
-    """The comparisons above would also hold if no gradient arrived anywhere."""
-    round_trip, _ = saved
-    for model, examples in round_trip.models.values():
-        _, gradients = run_model(model, examples[2], model)
-        assert all(np.abs(tf.cast(g, "float32")).max() > 1e-3 for g in gradients)

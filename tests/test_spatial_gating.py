@@ -277,8 +277,11 @@ def test_a_full_state_is_an_error_or_nan_in_a_graph_D12():
 # Modes and dtypes.
 
 
-@pytest.mark.parametrize("toeplitz", [False, True], ids=["full", "toeplitz"])
-@pytest.mark.parametrize("masks", make_masks(1))
+@pytest.mark.parametrize(
+    ("masks", "toeplitz"),
+    [("key_mask", False), ("visibility", True), ("both", False), ("both", True)],
+    ids=["key_mask-full", "visibility-toeplitz", "both-full", "both-toeplitz"],
+)
 def test_same_in_a_graph_and_under_xla(masks, toeplitz):
     u, v, weight, bias, added = (tf.constant(x, "float32") for x in make_arguments(6, toeplitz, 2))
     options = make_masks(6)[masks]
@@ -296,7 +299,7 @@ def test_same_in_a_graph_and_under_xla(masks, toeplitz):
 def test_too_long_a_sequence_of_unknown_length_is_an_error_in_a_graph_H2(causal, toeplitz):
     u, _, weight, bias, _ = (tf.constant(x, "float32") for x in make_arguments(N, toeplitz))
     function = tf.function(
-        functools.partial(spatial_gating, weight=weight, bias=bias, causal=causal, toeplitz=toeplitz),
+        lambda u, v: spatial_gating(u, v, weight, bias, causal=causal, toeplitz=toeplitz),
         [tf.TensorSpec([None, None, D])] * 2,
         autograph=False,
     )

@@ -3,8 +3,9 @@ import math
 import keras
 import tensorflow as tf
 
+from favor_keras.layers.arguments import check_size_or_zero
 from favor_keras.layers.masks import checked_mask, log_scale_of, zero_where_masked
-from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer, check_size_or_zero
+from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer
 from favor_keras.ops.delta_rule import delta_rule
 from favor_keras.ops.dpfp import dpfp, sum_normalized
 from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel

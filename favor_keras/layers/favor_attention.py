@@ -4,9 +4,10 @@ import warnings
 import keras
 import tensorflow as tf
 
+from favor_keras.layers.arguments import check_size_or_zero
 from favor_keras.layers.key_value_cache import append_keys, written_mask
 from favor_keras.layers.masks import checked_mask, key_bias, log_scale_of, zero_where_masked
-from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer, check_size_or_zero
+from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer
 from favor_keras.ops.attention import kernel_attention
 from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES, zero_state

@@ -3,6 +3,7 @@ import random
 import keras
 import tensorflow as tf
 
+from favor_keras.layers.arguments import check_positive, check_size_or_zero
 from favor_keras.layers.short_convolution import ShortConvolution
 
 HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
@@ -150,13 +151,3 @@ class MultiHeadMixer(keras.layers.Layer):
             "bias_constraint": keras.constraints.serialize(self.bias_constraint),
             "seed": self.seed,
         }
-
-
-def check_positive(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, received {value!r}")
-
-
-def check_size_or_zero(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be 0 or a positive integer, received {value!r}")

@@ -1,7 +1,8 @@
 import keras
 import tensorflow as tf
 
-from favor_keras.layers.masks import zero_where_masked
+from favor_keras.layers.arguments import check_positive
+from favor_keras.layers.masks import checked_mask, zero_where_masked
 from favor_keras.ops.causal_convolution import causal_convolution
 
 
@@ -31,7 +32,7 @@ class ShortConvolution(keras.layers.Layer):
         `(outputs, history)`: [B, T, channels], and the last `width - 1` inputs for the next call.
 
     Raises:
-        ValueError: if `width` is not a positive integer.
+        ValueError: if `width` is not a positive integer, or a shape is not as described.
 
     Example:
 
@@ -44,8 +45,7 @@ class ShortConvolution(keras.layers.Layer):
 
     def __init__(self, width, kernel_initializer=None, **kwargs):
         super().__init__(autocast=False, **kwargs)
-        if not isinstance(width, int) or width < 1:
-            raise ValueError(f"width must be a positive integer, received {width!r}")
+        check_positive("width", width)
         self.width = width
         if kernel_initializer is None:
             kernel_initializer = keras.initializers.RandomUniform(-(width**-0.5), width**-0.5)
@@ -53,19 +53,24 @@ class ShortConvolution(keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, inputs_shape):
+        if len(inputs_shape) != 3:
+            raise ValueError(f"inputs must be [batch, length, channels], received shape {tuple(inputs_shape)}")
         self.kernel = self.add_weight(
             name="kernel", shape=(self.width, inputs_shape[-1]), initializer=self.kernel_initializer
         )
 
     def call(self, inputs, mask=None, history=None):
         inputs = tf.cast(inputs, self.compute_dtype)
+        mask = checked_mask(mask, inputs, "mask")
         if history is None:
             history = tf.zeros([tf.shape(inputs)[0], self.width - 1, inputs.shape[-1]], inputs.dtype)
         history = tf.cast(history, inputs.dtype)
+        expected = tf.TensorShape([inputs.shape[0], self.width - 1, inputs.shape[2]])
+        if not history.shape.is_compatible_with(expected):
+            raise ValueError(f"history must have the shape {expected}, received {history.shape}")
         if mask is None:
             inputs = tf.concat([history, inputs], axis=1)
             return self._convolve(inputs), inputs[:, tf.shape(inputs)[1] - self.width + 1 :]
-        mask = tf.cast(mask, tf.bool)
         kept_first = tf.argsort(tf.cast(~mask, tf.int32), axis=1, stable=True)
         inputs = tf.concat([history, tf.gather(inputs, kept_first, batch_dims=1)], axis=1)
         place = tf.cumsum(tf.cast(mask, tf.int32), axis=1)

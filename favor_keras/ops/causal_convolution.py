@@ -18,6 +18,9 @@ def causal_convolution(inputs, kernel):
     Returns:
         [B, T, channels].
 
+    Raises:
+        ValueError: for other shapes, or fewer than W - 1 positions.
+
     Example:
 
     >>> import tensorflow as tf
@@ -28,7 +31,14 @@ def causal_convolution(inputs, kernel):
     """
     inputs = tf.convert_to_tensor(inputs)
     kernel = tf.convert_to_tensor(kernel)
+    if kernel.shape.rank != 2 or inputs.shape.rank != 3 or not kernel.shape[1:].is_compatible_with(inputs.shape[2:]):
+        raise ValueError(
+            "inputs must be [batch, length, channels] and kernel [width, channels], "
+            f"received {inputs.shape} and {kernel.shape}"
+        )
     width = kernel.shape[0]
+    if inputs.shape[1] is not None and inputs.shape[1] < width - 1:
+        raise ValueError(f"inputs must have at least width - 1 = {width - 1} positions, received {inputs.shape[1]}")
 
     def convolve(inputs, kernel):
         length = tf.shape(inputs)[1] - width + 1

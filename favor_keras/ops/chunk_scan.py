@@ -36,7 +36,8 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
 
     Returns:
         `(output, final_state)`: a tensor [B, T, ...] or None, and a structure like `state`.
-        Gradients of every order flow to `state`, `inputs` and `constants`.
+        Gradients flow to `state`, `inputs` and `constants`; those of higher order in eager mode and
+        in graphs, but not under XLA, which cannot compile the derivative of the backward loop.
 
     Raises:
         ValueError: if `chunk_size` is not a positive integer.

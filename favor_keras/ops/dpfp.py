@@ -44,7 +44,7 @@ def dpfp(x, nu=1, normalize=True, epsilon=1e-6):
     >>> import tensorflow as tf
     >>> from favor_keras.ops.dpfp import dpfp
     >>> dpfp(tf.constant([[3.0, 1.0, -2.0]]), normalize=False).numpy().tolist()
-    [[0.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
+    [[6.0, 3.0, 0.0, 0.0, 0.0, 0.0]]
     >>> dpfp(tf.ones([2, 10, 4, 16]), nu=3).shape
     TensorShape([2, 10, 4, 96])
     """

@@ -65,6 +65,7 @@ def draw_projection(m, d, seed=0, *, kind="orthogonal", scaling=0):
             raise ValueError(f"{name} must be a positive integer, received {size!r}")
     if scaling not in (0, 1):
         raise ValueError(f"scaling must be 0 (chi(d) lengths) or 1 (sqrt(d) lengths), received {scaling!r}")
+    seed = _checked_seed(seed)
     if kind not in DIRECTIONS:
         raise ValueError(f"kind must be one of {sorted(DIRECTIONS)}, received {kind!r}")
     directions_seed, lengths_seed = _seeds(seed, 2)
@@ -97,8 +98,10 @@ def givens_blocks(num_blocks, d, seed):
     at once, each by an angle of its own.
     """
     num_rounds = 2 * math.ceil(math.log(d))
-    matrix = tf.eye(d, batch_shape=[num_blocks])
-    for round_seed in _seeds(seed, num_rounds):
+    sign_seed, *round_seeds = _seeds(seed, 1 + num_rounds)
+    # A row that no rotation has turned must not always point the same way.
+    matrix = tf.where(_uniform([num_blocks, d, 1], sign_seed) < 0.5, -1.0, 1.0) * tf.eye(d)
+    for round_seed in round_seeds:
         order_seed, angle_seed = _seeds(round_seed, 2)
         order = tf.argsort(_uniform([num_blocks, d], order_seed), axis=1, stable=True)
         first, second, rest = tf.split(order, [d // 2, d // 2, d % 2], axis=1)
@@ -114,10 +117,21 @@ def givens_blocks(num_blocks, d, seed):
 DIRECTIONS = {"orthogonal": haar_blocks, "givens": givens_blocks, "iid": iid_blocks}
 
 
+def _checked_seed(seed):
+    expected = "seed must be an integer or an integer tensor of shape [] or [2]"
+    try:
+        tensor = tf.convert_to_tensor(seed)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, received {seed!r}") from error
+    if not tensor.dtype.is_integer or tensor.shape not in ([], [2]):
+        raise ValueError(f"{expected}, received {seed!r}")
+    return tensor
+
+
 def _seeds(seed, count):
     """`count` independent seeds [2] made from one of shape [] or [2]."""
     seed = tf.cast(seed, tf.int64)
-    if seed.shape.rank == 0:
+    if seed.shape.rank == 0:  # of the public functions, where [seed, 0] is the first of many draws
         seed = tf.stack([seed, tf.zeros_like(seed)])
     fold_in = tf.random.experimental.stateless_fold_in
     return [fold_in(seed, tf.constant(i, tf.int64), alg=GENERATOR) for i in range(count)]

@@ -1,0 +1,11 @@
+"""Checks of constructor arguments."""
+
+
+def check_positive(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, received {value!r}")
+
+
+def check_size_or_zero(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be 0 or a positive integer, received {value!r}")
