@@ -2,6 +2,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# tensorflow-datasets imports importlib_resources without declaring it.
+EXAMPLES = ["matplotlib", "tensorflow-datasets", "importlib_resources"]
+
 setup(
     name="favor-keras",
     version="0.1.0",
@@ -17,8 +20,5 @@ setup(
     packages=find_packages(include=["favor_keras", "favor_keras.*"]),
     python_requires=">=3.11",
     install_requires=["tensorflow>=2.21", "keras>=3.15.1,<4", "numpy"],
-    extras_require={
-        "examples": ["matplotlib", "tensorflow-datasets"],
-        "test": ["pytest", "matplotlib", "tensorflow-datasets"],
-    },
+    extras_require={"examples": EXAMPLES, "test": [*EXAMPLES, "pytest", "pytest-xdist"]},
 )

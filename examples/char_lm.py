@@ -65,11 +65,11 @@ def make_parser():
     )
     add = parser.add_argument
     add("--data", default="python_docs", help="python_docs, tiny_shakespeare or a UTF-8 text file")
-    add("--steps", type=count, default=1000, help="training steps")
-    add("--batch-size", type=count, default=16, help="windows in a training step")
-    add("--block-size", type=count, default=128, help="characters in a window")
+    add("--steps", type=count, default=2000, help="training steps")
+    add("--batch-size", type=count, default=8, help="windows in a training step")
+    add("--block-size", type=count, default=64, help="characters in a window")
     add("--hidden-size", type=count, default=128, help="size of the embedding and the blocks")
-    add("--layers", type=count, default=4, help="number of blocks")
+    add("--layers", type=count, default=2, help="number of blocks")
     add("--heads", type=count, default=4, help="heads of every mixer")
     add(
         "--learning-rate",
@@ -95,11 +95,11 @@ def make_parser():
     add(
         "--temperature",
         type=number(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-        default=0.8,
+        default=0.6,
         help="of the sampling; 0 takes the likeliest character",
     )
-    add("--run-dir", type=Path, help="new or empty folder for the results; None: the next free runs/char_lm-...")
-    add("--validate-every", type=count, default=200, help="steps between validations; must divide --steps")
+    add("--run-dir", type=Path, help="new or empty folder for the results; None takes the next free runs/char_lm-...")
+    add("--validate-every", type=count, default=250, help="steps between validations; must divide --steps")
     return parser
 
 

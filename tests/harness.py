@@ -293,7 +293,8 @@ def run_model(function, example, model):
     """Outputs, and gradients of the inputs if they have any, else of the trainable weights."""
     example = tuple(map(tf.convert_to_tensor, example))
     differentiable = all(x.dtype.is_floating for x in example)
-    return value_and_gradients(function, example, () if differentiable else getattr(model, "trainable_variables", ()))
+    variables = () if differentiable else getattr(model, "trainable_variables", ())
+    return value_and_gradients(lambda *x: function(list(x) if len(x) > 1 else x[0]), example, variables)
 
 
 def load_everything(folder):
@@ -314,9 +315,9 @@ def load_everything(folder):
 
     for name in names:
         exported = tf.saved_model.load(str(folder / name / "export"))
-        record("export", name, lambda *x: exported.serve(*x), exported)
+        record("export", name, exported.serve, exported)
         saved = tf.saved_model.load(str(folder / name / "saved_model"))
-        record("saved_model", name, _positional(saved.signatures["serving_default"]), saved)
+        record("saved_model", name, _unnamed(saved.signatures["serving_default"]), saved)
     assert not any(module.startswith("favor_keras") for module in sys.modules)
 
     import favor_keras  # noqa: F401
@@ -331,12 +332,12 @@ def load_everything(folder):
     np.savez(folder / "results.npz", **results)
 
 
-def _positional(signature):
-    """A serving signature, whose arguments have names, as a function of a tuple of tensors."""
+def _unnamed(signature):
+    """A serving signature, whose inputs and outputs have names, as a function of a tensor or a list."""
     specs = signature.structured_input_signature[1]
 
-    def function(*arguments):
-        named = {name: tf.cast(x, specs[name].dtype) for name, x in zip(sorted(specs), arguments)}
+    def function(inputs):
+        named = {name: tf.cast(x, specs[name].dtype) for name, x in zip(sorted(specs), tf.nest.flatten(inputs))}
         outputs = signature(**named)
         return [outputs[name] for name in sorted(outputs)]
 

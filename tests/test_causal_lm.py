@@ -341,7 +341,7 @@ def test_unregistered_mixers_are_refused_in_the_config():
 
     model = CausalLM(VOCABULARY, HIDDEN, 1, 2, mixer=unregistered)
     assert model(random_ids(1, 3)).shape == (1, 3, VOCABULARY)
-    with pytest.raises(ValueError, match="mixer.* register_keras_serializable"):
+    with pytest.raises(ValueError, match="mixer.*register_keras_serializable"):
         model.get_config()
 
 

@@ -18,7 +18,7 @@ SCRIPT = ROOT / "examples" / "char_lm.py"
 TEXT = "".join(f"{i} green bottles hanging on the wall, è {i * i} fell.\n" for i in range(100))
 BLOCK_SIZE = 16
 TINY = f"--steps 6 --validate-every 2 --batch-size 4 --block-size {BLOCK_SIZE} --hidden-size 16 --layers 1 --heads 2"
-TINY = [*TINY.split(), *"--learning-rate 0.01 --seed 3 --sample-length 20 --prompt green".split()]
+TINY = [*TINY.split(), *"--learning-rate 0.01 --seed 3 --sample-length 20 --temperature 0.8 --prompt green".split()]
 
 
 def load_script():

@@ -382,8 +382,8 @@ def count_nodes(function):
 
 def test_graph_does_not_grow_with_the_length():
     def gradients(length):
-        shapes = {"query": [1, length, 1, 4], "key": [1, length, 1, 4], "value": [1, length, 1, 4], "beta": [1, length, 1]}
-        arguments = {name: tf.TensorSpec(shape) for name, shape in shapes.items()}
+        arguments = {name: tf.TensorSpec([1, length, 1, 4]) for name in ("query", "key", "value")}
+        arguments["beta"] = tf.TensorSpec([1, length, 1])
         cotangents = {"output": tf.TensorSpec([1, length, 1, 4]), "state": tf.TensorSpec([1, 1, 4, 4])}
         return tf.function(apply_and_differentiate).get_concrete_function(arguments, cotangents)
 
@@ -441,7 +441,7 @@ GOOD = {"query": zeros(1, 7, 2, 4), "key": zeros(1, 7, 2, 4), "value": zeros(1, 
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"query": zeros(7, 2, 4)}, r"query must be \[batch, length, heads, key size\], received the shape \(7, 2, 4\)"),
+        ({"query": zeros(7, 2, 4)}, r"query must be \[batch, length, heads, key size\], received .* \(7, 2, 4\)"),
         ({"key": zeros(1, 7, 2, 5)}, r"key must be \[batch 1, length 7, heads 2, key size 4\], .* \(1, 7, 2, 5\)"),
         ({"key": zeros(1, 6, 2, 4)}, r"key must be \[batch 1, length 7, .* \(1, 6, 2, 4\)"),
         ({"value": zeros(1, 7, 3, 3)}, r"value must be \[batch 1, length 7, heads 2, value size\], .* \(1, 7, 3, 3\)"),
@@ -449,7 +449,7 @@ GOOD = {"query": zeros(1, 7, 2, 4), "key": zeros(1, 7, 2, 4), "value": zeros(1, 
         ({"beta": zeros(1, 7, 1)}, r"beta must be \[batch 1, length 7, heads 2\], .* \(1, 7, 1\)"),
         ({"log_decay": zeros(2, 7, 2)}, r"log_decay must be \[batch 1, length 7, heads 2\], .* \(2, 7, 2\)"),
         ({"initial_state": zeros(1, 2, 3, 4)}, r"initial_state must be \[batch 1, heads 2, key size 4, value size 3\]"),
-        ({"value": zeros(1, 7, 2, 3, dtype="float64")}, "query, key and value must have one dtype, received float32, .* float64"),
+        ({"value": zeros(1, 7, 2, 3, dtype="float64")}, "query, key and value must have one dtype, .* float64"),
         ({"beta": zeros(1, 7, 2, dtype="bool")}, "beta must be floating-point, received bool"),
         ({"chunk_size": 0}, "chunk_size must be a positive integer, received 0"),
     ],

@@ -898,7 +898,7 @@ def test_own_kernels_work_and_are_in_the_config(kernel, projection):
 
 def test_unregistered_kernels_are_refused_in_the_config():
     for kernel in (lambda data, is_query, projection_matrix, stabilizer: data, type("Mine", (ExpKernel,), {})()):
-        with pytest.raises(ValueError, match="kernel_transformation.* register_keras_serializable"):
+        with pytest.raises(ValueError, match="kernel_transformation.*register_keras_serializable"):
             SelfAttention(HIDDEN, HEADS, kernel_transformation=kernel).get_config()
 
 

@@ -15,16 +15,16 @@ SIZE, SOURCE_SIZE, HIDDEN, HEADS = 6, 5, 12, 3
 SHAPES = [(2, 5, 4), (1, 1, 1), (5, 33, 7), (2, 70, 9)]
 
 
-def layers_model(policies):
+def layers_model():
     """Self- and cross-attention on inputs that are masked where they are zero."""
     options = {"use_bias": True, "bias_initializer": "normal", "attention_dropout": 0.1}
     x, source = keras.Input([None, SIZE]), keras.Input([None, SOURCE_SIZE])
     masked, masked_source = keras.layers.Masking()(x), keras.layers.Masking()(source)
     self_attention = SelfAttention(
-        HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, dtype=policies[0], **options
+        HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, **options
     )
     cross_attention = FavorAttention(
-        HIDDEN, HEADS, projection_matrix_type="givens", nb_random_features=7, dtype=policies[1], **options
+        HIDDEN, HEADS, projection_matrix_type="givens", nb_random_features=7, **options
     )
     return keras.Model([x, source], [self_attention(masked), cross_attention(masked, masked_source)])
 
@@ -45,8 +45,10 @@ def saved(tmp_path_factory):
     """Everything that is saved, and what the fresh process computed with it."""
     keras.utils.set_random_seed(0)
     round_trip = RoundTrip(tmp_path_factory.mktemp("round_trip"))
-    round_trip.add("float32", layers_model(["float32", "float32"]), masked_examples())
-    round_trip.add("mixed", layers_model(["mixed_float16", "mixed_bfloat16"]), masked_examples())
+    round_trip.add("float32", layers_model(), masked_examples())
+    x = keras.Input([None, SIZE])
+    mixed = keras.Model(x, SelfAttention(HIDDEN, HEADS, causal=True, dtype="mixed_bfloat16")(x))
+    round_trip.add("mixed", mixed, [example[:1] for example in masked_examples()])
     model = CausalLM(9, hidden_size=HIDDEN, num_layers=1, num_heads=HEADS, dropout=0.1, max_length=80)
     model.build((None, None))
     model.embedding.embeddings.assign(20 * model.embedding.embeddings)
@@ -70,7 +72,7 @@ def test_S2_inference_is_deterministic_and_leaves_the_weights_alone(saved):
     weights = [w.numpy() for w in model.weights]
     example = list(examples[0])
     exported = tf.saved_model.load(str(round_trip.folder / "float32" / "export"))
-    for predict in (lambda x: model.predict(x, verbose=0), lambda x: model(x, training=False), lambda x: exported.serve(*x)):
+    for predict in (lambda x: model.predict(x, verbose=0), lambda x: model(x, training=False), exported.serve):
         for first, second in zip(predict(example), predict(example)):
             assert np.array_equal(first, second)
     assert all(np.array_equal(w, before) for w, before in zip(model.weights, weights))

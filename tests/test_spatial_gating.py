@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ both_precisions = pytest.mark.parametrize("dtype", ["float64", "float32"])
 causal_or_not = pytest.mark.parametrize("causal", [True, False], ids=["causal", "noncausal"])
 # (toeplitz, heads); None is a weight without an axis of heads
 kinds_of_weight = pytest.mark.parametrize(
-    ("toeplitz", "heads"), [(False, None), (False, 2), (True, None), (True, 2)], ids=["full", "heads", "toeplitz", "both"]
+    ("toeplitz", "heads"),
+    [(False, None), (False, 2), (True, None), (True, 2)],
+    ids=["full", "heads", "toeplitz", "both"],
 )
 
 
@@ -52,15 +55,16 @@ def naive_gating(
     matrices, biases = matrices_of(weight, toeplitz, heads), bias if heads else bias[None]
     batch_size, length, channels = v.shape
     mask = np.ones([batch_size, length], bool) if key_mask is None else key_mask
-    output = np.zeros_like(u * v * weight.ravel()[0])
+    pairs = np.ones([length, length], bool) if visibility_mask is None else visibility_mask
+    pairs = np.broadcast_to(pairs, [batch_size, length, length])
+    output = np.zeros(v.shape, np.result_type(u, v, weight, bias, added))
     for row, kept in enumerate(map(np.flatnonzero, mask)):
         for channel in range(channels):
             head = channel * len(matrices) // channels
             for i, t in enumerate(kept):
                 gate = biases[head, i] + added[row, t, channel]
                 for j, s in enumerate(kept):
-                    pairs = True if visibility_mask is None else np.broadcast_to(visibility_mask, [B, length, length])[row, t, s]
-                    if pairs and (j <= i or not causal):
+                    if pairs[row, t, s] and (j <= i or not causal):
                         gate = gate + matrices[head, i, j] * v[row, s, channel]
                 output[row, t, channel] = u[row, t, channel] * gate
     return output
@@ -151,7 +155,7 @@ def test_causal_upper_triangle_is_neither_read_nor_trained(toeplitz, pieces):
     expected = spatial_gating(u, v, weight, bias, causal=True, toeplitz=toeplitz)
     assert_close(output, expected, 1e-12)
     assert np.all(gradient[~read] == 0)
-    used = np.arange(2 * N - 1) < 2 * N - 2 if toeplitz else np.arange(N)[:, None] < N - 1  # the rows of N - 1 positions
+    used = np.arange(2 * N - 1) < 2 * N - 2 if toeplitz else np.arange(N)[:, None] < N - 1  # by N - 1 positions
     assert np.all(gradient[read & used] != 0)
 
 
@@ -160,7 +164,8 @@ def test_causal_upper_triangle_is_neither_read_nor_trained(toeplitz, pieces):
 
 @pytest.fixture
 def blocks_of_four(monkeypatch):
-    monkeypatch.setattr("favor_keras.ops.spatial_gating.CAUSAL_BLOCK_SIZE", 4)
+    # By its module's name: the package has a function of the same name.
+    monkeypatch.setattr(sys.modules[spatial_gating.__module__], "CAUSAL_BLOCK_SIZE", 4)
 
 
 def product_and_gradients(matrix, x, cotangent):
@@ -174,7 +179,7 @@ def product_and_gradients(matrix, x, cotangent):
 @pytest.mark.parametrize("length", range(1, 14))
 def test_triangular_product_around_the_edges_of_blocks(blocks_of_four, length, known_length):
     rng = np.random.default_rng(length)
-    matrix, x, cotangent = rng.normal(size=[2, length, length]), rng.normal(size=[2, length, 3]), rng.normal(size=[2, length, 3])
+    matrix, (x, cotangent) = rng.normal(size=[2, length, length]), rng.normal(size=[2, 2, length, 3])
     function = product_and_gradients
     if not known_length:
         specs = [tf.TensorSpec([None, None, None], tf.float64), *[tf.TensorSpec([None, None, 3], tf.float64)] * 2]
@@ -232,7 +237,8 @@ def test_masked_positions_are_not_there(causal, toeplitz, heads):
             filled[mask] = x.numpy().reshape(-1, D)
             return tf.constant(filled)
 
-        output = gate(padded(u), padded(v), weight, bias, padded(added), causal=causal, toeplitz=toeplitz, key_mask=mask)
+        options = {"causal": causal, "toeplitz": toeplitz, "key_mask": mask}
+        output = gate(padded(u), padded(v), weight, bias, padded(added), **options)
         assert_close(output.numpy()[mask].reshape(expected.shape), expected, 1e-12)
         assert np.all(output.numpy()[~mask] == 0)
 
@@ -359,48 +365,37 @@ def zeros(*shape, dtype="float32"):
     return tf.zeros(shape, dtype)
 
 
+GOOD = {"u": zeros(2, 5, 4), "v": zeros(2, 5, 4), "weight": zeros(9, 9), "bias": zeros(9)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("bad", "message"),
     [
-        ([zeros(2, 5, 4), zeros(2, 5, 3), zeros(9, 9), zeros(9)], {}, "u and v must be"),
-        ([zeros(5, 4), zeros(5, 4), zeros(9, 9), zeros(9)], {}, "u and v must be"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4, dtype="float64"), zeros(9, 9), zeros(9)], {}, "one dtype"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 8), zeros(9)], {}, "weight and bias must be \\[n, n\\]"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)], {"toeplitz": True}, "must be \\[2 n - 1\\]"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(2, 9, 9), zeros(9)], {}, "weight and bias must be"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(3, 9, 9), zeros(3, 9)], {}, "divisible by the heads"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(4, 4), zeros(4)], {}, "seq_len=4 positions, received 5"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)], {"key_mask": zeros(2, 6)}, "key_mask must have"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)], {"key_mask": zeros(2, 5) + 0.5}, "only 1 .* and 0"),
+        ({"v": zeros(2, 5, 3)}, "u and v must be"),
+        ({"u": zeros(5, 4), "v": zeros(5, 4)}, "u and v must be"),
+        ({"v": zeros(2, 5, 4, dtype="float64")}, "one dtype"),
+        ({"weight": zeros(9, 8)}, "weight and bias must be \\[n, n\\]"),
+        ({"toeplitz": True}, "weight and bias must be \\[2 n - 1\\]"),
+        ({"weight": zeros(2, 9, 9)}, "weight and bias must be"),
+        ({"weight": zeros(3, 9, 9), "bias": zeros(3, 9)}, "divisible by the heads"),
+        ({"weight": zeros(4, 4), "bias": zeros(4)}, "u and v must have at most seq_len=4 positions, received 5"),
+        ({"key_mask": zeros(2, 6)}, "key_mask must have the shape \\(2, 5\\), received \\(2, 6\\)"),
+        ({"key_mask": zeros(2, 5) + 0.5}, "key_mask must contain only 1 .* and 0"),
+        ({"visibility_mask": zeros(2, 5)}, "visibility_mask must have the shape \\(5, 5\\) or \\(2, 5, 5\\)"),
+        ({"added_gate": zeros(2, 5, 8)}, "added_gate must have the shape"),
+        ({"initial_state": zero_state(2, 9, 4)}, "initial_state needs causal=True"),
         (
-            [zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)],
-            {"visibility_mask": zeros(2, 5)},
-            "visibility_mask must have the shape \\(5, 5\\) or \\(2, 5, 5\\), received \\(2, 5\\)",
-        ),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)], {"added_gate": zeros(2, 5, 8)}, "added_gate must"),
-        ([zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)], {"initial_state": zero_state(2, 9, 4)}, "causal=True"),
-        (
-            [zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)],
             {"initial_state": zero_state(2, 9, 4), "causal": True, "visibility_mask": zeros(5, 5)},
-            "visibility_mask cannot",
+            "visibility_mask cannot be combined",
         ),
+        ({"initial_state": {"position": zeros(2)}, "causal": True}, "received \\['position'\\]"),
+        ({"initial_state": zero_state(2, 9, 3), "causal": True}, "initial_state\\['gate_inputs'\\] must be"),
         (
-            [zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)],
-            {"initial_state": {"position": zeros(2)}, "causal": True},
-            "received \\['position'\\]",
-        ),
-        (
-            [zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)],
-            {"initial_state": zero_state(2, 9, 3), "causal": True},
-            "initial_state\\['gate_inputs'\\] must be",
-        ),
-        (
-            [zeros(2, 5, 4), zeros(2, 5, 4), zeros(9, 9), zeros(9)],
             {"initial_state": zero_state(2, 10, 4), "causal": True},
             "initial_state must have at most seq_len=9 positions, received 10",
         ),
     ],
 )
-def test_bad_arguments_are_named(arguments, options, message):
+def test_bad_arguments_are_named(bad, message):
     with pytest.raises(ValueError, match=message):
-        spatial_gating(*arguments, **options)
+        spatial_gating(**{**GOOD, **bad})

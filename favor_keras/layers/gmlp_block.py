@@ -116,6 +116,7 @@ class GMLPBlock(keras.layers.Layer):
     ):
         super().__init__(autocast=False, **kwargs)
         check_positive("d_ffn", d_ffn)
+        check_positive("num_heads", num_heads)
         check_size_or_zero("attention_size", attention_size)
         check_size_or_zero("short_convolution", short_convolution)
         if d_ffn % (2 * num_heads):
@@ -124,6 +125,12 @@ class GMLPBlock(keras.layers.Layer):
             )
         if attention_kernel is not None and not attention_size:
             raise ValueError(f"attention_kernel needs attention_size > 0, received 0 and {attention_kernel!r}")
+        kernel = None if attention_kernel is None else get_kernel(attention_kernel)
+        if kernel is not None and not isinstance(kernel, KernelTransformation):
+            raise ValueError(
+                "attention_kernel must be None, a kernel's name or a KernelTransformation, received "
+                f"{attention_kernel!r}"
+            )
         if not 0 < survival_probability <= 1:
             raise ValueError(f"survival_probability must be in (0, 1], received {survival_probability!r}")
         if not 0 <= dropout < 1:
@@ -135,6 +142,7 @@ class GMLPBlock(keras.layers.Layer):
         self.gating_weights = gating_weights
         self.num_heads = num_heads
         self.attention_size = attention_size
+        self.attention_kernel = kernel
         self.short_convolution = short_convolution
         self.survival_probability = survival_probability
         self.dropout_rate = dropout
@@ -144,12 +152,13 @@ class GMLPBlock(keras.layers.Layer):
         options = {"dtype": self.dtype_policy}
         seeds = random.Random(self.seed)
         self.norm = keras.layers.LayerNormalization(epsilon=1e-5, name="norm", **options)
-        self.proj1 = keras.layers.Dense(d_ffn, activation=self.activation, name="proj1", **options)
+        exact = gelu if self.activation is keras.activations.gelu else self.activation
+        self.proj1 = keras.layers.Dense(d_ffn, activation=exact, name="proj1", **options)
         self.sgu = SpatialGatingUnit(seq_len, causal, gating_weights, num_heads, name="sgu", **options)
         self.attention = self.convolution = None
         if attention_size:
             self.attention = TinyAttention(
-                attention_size, d_ffn // 2, seq_len, causal, attention_kernel, self.seed, name="attention", **options
+                attention_size, d_ffn // 2, seq_len, causal, kernel, self.seed, name="attention", **options
             )
         if short_convolution:
             self.convolution = ShortConvolution(short_convolution, name="convolution", **options)
@@ -179,7 +188,9 @@ class GMLPBlock(keras.layers.Layer):
         if self.convolution is not None:
             history = None if cache is None else cache[HISTORY_NAME]
             x, history = self.convolution(x, mask=mask, history=history)
-            new_cache[HISTORY_NAME] = tf.cast(history, state_dtype(self))
+            history = tf.cast(history, state_dtype(self))
+            history.set_shape([None, self.short_convolution - 1, None])  # as a loop requires that carries it
+            new_cache[HISTORY_NAME] = history
         added_gate = None
         if self.attention is not None:
             added_gate, state = self.attention(x, mask=mask, visibility_mask=visibility_mask, cache=cache)
@@ -230,7 +241,7 @@ class GMLPBlock(keras.layers.Layer):
             names = {*STATE_NAMES}
             names |= {HISTORY_NAME} if self.convolution is not None else set()
             names |= {*self.attention.cache_names} if self.attention is not None else set()
-            check_cache(self, cache, names)
+            check_cache(self, cache, names, inputs)
 
     def compute_output_spec(self, inputs, mask=None, inputs_mask=None, visibility_mask=None, cache=None, training=None):
         self._check(inputs, visibility_mask, cache)
@@ -240,7 +251,7 @@ class GMLPBlock(keras.layers.Layer):
         return tuple(inputs_shape)
 
     def get_config(self):
-        kernel = None if self.attention is None else self.attention.kernel
+        kernel = self.attention_kernel
         return {
             **super().get_config(),
             "d_ffn": self.d_ffn,
@@ -256,6 +267,11 @@ class GMLPBlock(keras.layers.Layer):
             "dropout": self.dropout_rate,
             "seed": self.seed,
         }
+
+
+def gelu(x):
+    """x times the normal distribution function of x, exact in float64 too, where TensorFlow's is not."""
+    return 0.5 * x * (1.0 + tf.math.erf(x * math.sqrt(0.5)))
 
 
 class TinyAttention(keras.layers.Layer):

@@ -116,7 +116,7 @@ class SpatialGatingUnit(keras.layers.Layer):
     def _check(self, inputs, cache):
         check_length("inputs", inputs.shape[1], self.seq_len)
         if cache is not None:
-            check_cache(self, cache, STATE_NAMES)
+            check_cache(self, cache, STATE_NAMES, inputs)
 
     def compute_output_spec(
         self, inputs, mask=None, inputs_mask=None, visibility_mask=None, added_gate=None, cache=None
@@ -152,13 +152,16 @@ def check_can_stream(layer, max_length=None):
         check_length("max_length", max_length, layer.seq_len)
 
 
-def check_cache(layer, cache, names):
-    """Raise a ValueError if `cache` is not one of `layer`, a dict of `names`."""
+def check_cache(layer, cache, names, inputs):
+    """Raise a ValueError if `cache` is not one of `layer` for `inputs`, a dict of `names`."""
     if not layer.causal:
         raise ValueError("cache needs a causal layer, received causal=False")
     if not isinstance(cache, dict) or set(cache) != set(names):
         received = sorted(cache) if isinstance(cache, dict) else type(cache).__name__
         raise ValueError(f"cache must be a dict of {sorted(names)}, as init_cache makes, received {received}")
+    batch_sizes = inputs.shape[0], cache["position"].shape[0]
+    if None not in batch_sizes and batch_sizes[0] != batch_sizes[1]:
+        raise ValueError(f"cache must be of the batch size {batch_sizes[0]} of inputs, received {batch_sizes[1]}")
 
 
 def spec_with_cache(layer, shape, cache):

@@ -60,6 +60,7 @@ def kernel_attention(
     `numerical_stabilizer` None is the kernel's own.
     """
     kernel = get_kernel(kernel_transformation)
+    query, key, value = map(tf.convert_to_tensor, (query, key, value))
     if not isinstance(kernel, KernelTransformation):
         stabilizer = {} if numerical_stabilizer is None else {"numerical_stabilizer": numerical_stabilizer}
         features = (

@@ -93,7 +93,7 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
             (0, state, grid.arrays(s.dtype for s in state), grid.arrays([output_dtype] * num_outputs)),
             maximum_iterations=grid.num_chunks,  # XLA needs it to differentiate the loop itself
         )
-        return tuple(grid.join(o.stack()) for o in outputs), state, tuple(s.stack() for s in starts)
+        return grid.join_all(outputs), state, tuple(s.stack() for s in starts)
 
     def backward(tensors, starts, d_results):
         """The gradients of `tensors`, chunk by chunk from the last to the first."""
@@ -118,7 +118,7 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
             body,
             (0, d_state, tuple(map(tf.zeros_like, constants)), grid.arrays(c.dtype for c in chunks)),
         )
-        return d_state + tuple(grid.join(d.stack()) for d in d_inputs) + d_constants
+        return d_state + grid.join_all(d_inputs) + d_constants
 
     @tf.custom_gradient
     def scan(*tensors):
@@ -176,6 +176,14 @@ class _ChunkGrid:
         shape = tf.shape(x)
         x = tf.reshape(x, tf.concat([shape[:1], [self.num_chunks * self.chunk_size], shape[3:]], 0))
         return x[:, : self.length]
+
+    def join_all(self, arrays):
+        """Tensors of arrays, made one after the other so that only one at a time is held twice."""
+        tensors = []
+        for array in arrays:
+            with tf.control_dependencies(tensors[-1:]):
+                tensors.append(self.join(array.stack()))
+        return tuple(tensors)
 
     def arrays(self, dtypes):
         return tuple(tf.TensorArray(dtype, size=self.num_chunks) for dtype in dtypes)

@@ -28,8 +28,10 @@ import tensorflow as tf
 from favor_keras.ops.chunk_scan import scan_chunks
 from favor_keras.ops.precision import full_precision
 
-# [C, C] products cost more than the states that they save above 64 tokens, with M and D around 64.
+# Chunks of 64 are the fastest, with M and D around 64 to 128. A sequence so long that the states between
+# the chunks fill the memory is cut into longer ones.
 CAUSAL_CHUNK_SIZE = 64
+LONG_SEQUENCE, LONG_CAUSAL_CHUNK_SIZE = 32_768, 128
 NONCAUSAL_CHUNK_SIZE = 1024
 
 STATE_NAMES = ("numerator", "denominator", "log_scale")
@@ -175,7 +177,9 @@ def attend(
 
     if causal:
         inputs = {**queries, **source}
-        return scan(causal_step, state, inputs, constants, value.dtype, CAUSAL_CHUNK_SIZE)
+        is_long = query.shape[1] is not None and query.shape[1] >= LONG_SEQUENCE
+        default_chunk_size = LONG_CAUSAL_CHUNK_SIZE if is_long else CAUSAL_CHUNK_SIZE
+        return scan(causal_step, state, inputs, constants, value.dtype, default_chunk_size)
     _, state = scan(absorb_step, state, source, constants, None, NONCAUSAL_CHUNK_SIZE)
     output, _ = scan(read_step, (), queries, (state, constants), value.dtype, NONCAUSAL_CHUNK_SIZE)
     return output, state

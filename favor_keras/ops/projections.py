@@ -92,7 +92,7 @@ def haar_blocks(num_blocks, d, seed):
 
 
 def givens_blocks(num_blocks, d, seed):
-    """Orthogonal matrices [num_blocks, d, d]: products of d ceil(ln d) random Givens rotations.
+    """Orthogonal matrices [num_blocks, d, d]: products of about d ceil(ln d) random Givens rotations.
 
     A random permutation pairs the d rows; the pairs are disjoint, so a round turns d / 2 of them
     at once, each by an angle of its own.
