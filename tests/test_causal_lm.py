@@ -235,7 +235,7 @@ def test_D12_a_model_without_positions_has_no_limit(model):
     [
         ((np.ones([2, 0], "int32"), 5), "token_ids must be .batch, length. with length at least 1"),
         ((np.ones([3], "int32"), 5), "token_ids must be .batch, length."),
-        ((np.ones([2, 3], "int32"), 0), "max_new_tokens must be at least 1, received 0"),
+        ((np.ones([2, 3], "int32"), 0), "max_new_tokens must be a positive integer, received 0"),
         ((np.ones([2, 3], "int32"), 2.5), "max_new_tokens must be .* received 2.5"),
         ((np.ones([2, 3], "int32"), 5, -1.0), "temperature must be at least 0, received -1.0"),
         ((np.ones([2, 3], "int32"), 5, math.nan), "temperature must be at least 0, received nan"),

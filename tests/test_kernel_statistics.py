@@ -71,7 +71,7 @@ def test_mean_squared_error_is_that_of_the_closed_form(kernel, norm, cosine):
 def test_orthogonal_rows_have_less_error_than_independent_ones(kernel, kind):
     x, y = pair(0.7, 0.3)
     errors = {k: np.mean((estimates(kernel, x, y, k) - np.exp(x @ y)) ** 2) for k in (kind, "iid")}
-    assert errors[kind] < 0.95 * errors["iid"]
+    assert errors[kind] < 0.98 * errors["iid"]
 
 
 def output_error(rows, scaling, draws=40, size=16, length=32):

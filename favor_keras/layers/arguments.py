@@ -6,6 +6,16 @@ def check_positive(name, value):
         raise ValueError(f"{name} must be a positive integer, received {value!r}")
 
 
+def check_rate(name, value):
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), received {value!r}")
+
+
+def check_seed(value):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"seed must be an integer or None, received {value!r}")
+
+
 def check_size_or_zero(name, value):
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be 0 or a positive integer, received {value!r}")

@@ -381,6 +381,10 @@ class FavorAttention(MultiHeadMixer):
         training=None,
     ):
         self._check_cache(cache, source, decode_loop_step)
+        if self.causal and not tf.TensorShape(query.shape[1]).is_compatible_with(tf.TensorShape(source.shape[1])):
+            raise ValueError(
+                f"causal attention needs one length for query and source, received {query.shape} and {source.shape}"
+            )
         output = keras.KerasTensor((*query.shape[:2], self.hidden_size), dtype=self.compute_dtype)
         if cache is None:
             return output

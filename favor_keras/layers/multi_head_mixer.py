@@ -3,7 +3,7 @@ import random
 import keras
 import tensorflow as tf
 
-from favor_keras.layers.arguments import check_positive, check_size_or_zero
+from favor_keras.layers.arguments import check_positive, check_rate, check_seed, check_size_or_zero
 from favor_keras.layers.short_convolution import ShortConvolution
 
 HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
@@ -50,8 +50,8 @@ class MultiHeadMixer(keras.layers.Layer):
             raise ValueError(
                 f"hidden_size must be divisible by num_heads, received hidden_size={hidden_size}, num_heads={num_heads}"
             )
-        if not 0 <= attention_dropout < 1:
-            raise ValueError(f"attention_dropout must be in [0, 1), received {attention_dropout!r}")
+        check_rate("attention_dropout", attention_dropout)
+        check_seed(seed)
         check_size_or_zero("short_convolution", short_convolution)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -105,8 +105,7 @@ class MultiHeadMixer(keras.layers.Layer):
 
     def _build_projections(self, query_shape, source_shape):
         for name, shape in (("query", query_shape), ("source", source_shape)):
-            if len(shape) != 3:
-                raise ValueError(f"{name} must be [batch, length, features], received shape {tuple(shape)}")
+            _check_inputs(name, shape, None)
         self.query_dense.build(query_shape)
         self.key_dense.build(source_shape)
         self.value_dense.build(source_shape)
@@ -118,12 +117,20 @@ class MultiHeadMixer(keras.layers.Layer):
 
     def _project(self, name, inputs, mask, history):
         """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""
-        heads = getattr(self, f"{name}_dense")(inputs)
+        dense = getattr(self, f"{name}_dense")
+        _check_inputs("query" if name == "query" else "source", inputs.shape, dense.kernel.shape[0])
+        heads = dense(inputs)
         if not self.short_convolution:
             return heads, None
         flat = tf.reshape(heads, tf.concat([tf.shape(heads)[:2], [self.hidden_size]], axis=0))
         convolution = getattr(self, f"{name}_convolution")
-        flat, last_inputs = convolution(flat, mask=mask, history=history.get(f"{name}_inputs"))
+        history = history.get(f"{name}_inputs")
+        if history is not None and not history.shape[:1].is_compatible_with(flat.shape[:1]):
+            raise ValueError(
+                f"cache[{name + '_inputs'!r}] must have the batch size of the inputs, {flat.shape[0]}, "
+                f"received the shape {history.shape}"
+            )
+        flat, last_inputs = convolution(flat, mask=mask, history=history)
         return tf.reshape(flat, tf.shape(heads)), last_inputs
 
     def _no_inputs(self, batch_size):
@@ -151,3 +158,10 @@ class MultiHeadMixer(keras.layers.Layer):
             "bias_constraint": keras.constraints.serialize(self.bias_constraint),
             "seed": self.seed,
         }
+
+
+def _check_inputs(name, shape, size):
+    """`size` is the number of features that the weights were made for, None if there are none yet."""
+    if len(shape) != 3 or (size is not None and shape[-1] not in (None, size)):
+        sizes = "" if size is None else f" with {size} features"
+        raise ValueError(f"{name} must be [batch, length, features]{sizes}, received shape {tuple(shape)}")

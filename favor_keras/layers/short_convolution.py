@@ -70,7 +70,9 @@ class ShortConvolution(keras.layers.Layer):
             raise ValueError(f"history must have the shape {expected}, received {history.shape}")
         if mask is None:
             inputs = tf.concat([history, inputs], axis=1)
-            return self._convolve(inputs), inputs[:, tf.shape(inputs)[1] - self.width + 1 :]
+            history = inputs[:, -(self.width - 1) :] if self.width > 1 else inputs[:, :0]
+            history.set_shape(expected)
+            return self._convolve(inputs), history
         kept_first = tf.argsort(tf.cast(~mask, tf.int32), axis=1, stable=True)
         inputs = tf.concat([history, tf.gather(inputs, kept_first, batch_dims=1)], axis=1)
         place = tf.cumsum(tf.cast(mask, tf.int32), axis=1)

@@ -3,8 +3,10 @@ import random
 import keras
 import tensorflow as tf
 
+from favor_keras.layers.arguments import check_positive, check_rate, check_seed
 from favor_keras.models.decoder_block import DecoderBlock
 from favor_keras.models.mixers import get_mixer
+from favor_keras.ops.kernels import serialize_registered
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
@@ -67,10 +69,15 @@ class CausalLM(keras.Model):
         seed=None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        for name, value in (("vocabulary_size", vocabulary_size), ("num_layers", num_layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, received {value!r}")
+        # Keras would cast a float32 cache to the compute dtype.
+        super().__init__(autocast=False, **kwargs)
+        sizes = {"vocabulary_size": vocabulary_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        optional = {"feed_forward_size": feed_forward_size, "max_length": max_length}
+        for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
+            check_positive(name, value)
+        check_rate("dropout", dropout)
+        check_seed(seed)
+        self.supports_masking = True
         self.vocabulary_size = vocabulary_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
@@ -139,6 +146,11 @@ class CausalLM(keras.Model):
         if cache is not None:
             positions += tf.cast(cache["position"], tf.int32)[:, None]
             new_cache["position"] = tf.cast(positions[:, -1], "float32")
+        if tf.executing_eagerly() and int(tf.reduce_max(positions)) > self.max_length:
+            raise ValueError(
+                f"cache and token_ids together must have at most max_length={self.max_length} positions, "
+                f"received {int(tf.reduce_max(positions))}"
+            )
         return self.position_embedding(tf.maximum(positions - 1, 0))
 
     def init_cache(self, batch_size, max_length=None):
@@ -174,9 +186,11 @@ class CausalLM(keras.Model):
         token_ids = tf.convert_to_tensor(token_ids)
         if token_ids.shape.rank != 2 or token_ids.shape[1] == 0:
             raise ValueError(f"token_ids must be [batch, length] with length at least 1, received {token_ids.shape}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, received {max_new_tokens!r}")
-        if temperature < 0:
+        if not token_ids.dtype.is_integer:
+            raise ValueError(f"token_ids must be integers, received {token_ids.dtype.name}")
+        check_positive("max_new_tokens", max_new_tokens)
+        check_seed(seed)
+        if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, received {temperature!r}")
         length = token_ids.shape[1] + max_new_tokens
         if self.max_length is not None and length > self.max_length:
@@ -220,7 +234,7 @@ class CausalLM(keras.Model):
             "num_layers": self.num_layers,
             "num_heads": self.num_heads,
             "feed_forward_size": self.feed_forward_size,
-            "mixer": self.mixer if isinstance(self.mixer, str) else keras.saving.serialize_keras_object(self.mixer),
+            "mixer": self.mixer if isinstance(self.mixer, str) else serialize_registered("mixer", self.mixer),
             "mixer_options": self.mixer_options,
             "dropout": self.dropout_rate,
             "max_length": self.max_length,

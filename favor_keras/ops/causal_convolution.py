@@ -40,17 +40,18 @@ def causal_convolution(inputs, kernel):
     if inputs.shape[1] is not None and inputs.shape[1] < width - 1:
         raise ValueError(f"inputs must have at least width - 1 = {width - 1} positions, received {inputs.shape[1]}")
 
+    def shifts(inputs):
+        # Ends counted from the end: XLA knows the shape even where the length depends on a loop.
+        return [inputs[:, i : (i - width + 1) or None] for i in range(width)]
+
     def convolve(inputs, kernel):
-        length = tf.shape(inputs)[1] - width + 1
-        return tf.add_n([kernel[i] * inputs[:, i : i + length] for i in range(width)])
+        return tf.add_n([kernel[i] * shifted for i, shifted in enumerate(shifts(inputs))])
 
     @tf.custom_gradient
     def convolution(inputs, kernel):
         def gradient(d_outputs):
-            length = tf.shape(d_outputs)[1]
             d_inputs = convolve(tf.pad(d_outputs, [[0, 0], [width - 1, width - 1], [0, 0]]), kernel[::-1])
-            products = [d_outputs * inputs[:, i : i + length] for i in range(width)]
-            return d_inputs, tf.stack([tf.reduce_sum(product, axis=[0, 1]) for product in products])
+            return d_inputs, tf.stack([tf.reduce_sum(d_outputs * x, axis=[0, 1]) for x in shifts(inputs)])
 
         return convolve(inputs, kernel), gradient
 

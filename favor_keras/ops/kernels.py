@@ -287,7 +287,8 @@ class GeneralizedKernel(KernelTransformation):
             function = keras.saving.deserialize_keras_object(function)
         if not callable(function) and function not in GENERALIZED_FUNCTIONS:
             raise ValueError(
-                f"function must be one of {sorted(GENERALIZED_FUNCTIONS)} or a function of a tensor, received {function!r}"
+                f"function must be one of {sorted(GENERALIZED_FUNCTIONS)} or a function of a tensor, "
+                f"received {function!r}"
             )
         self.function = function
 
@@ -307,7 +308,7 @@ class GeneralizedKernel(KernelTransformation):
 
     def get_config(self):
         if callable(self.function):
-            return {"function": serialize_registered(self.function)}
+            return {"function": serialize_registered("function", self.function)}
         return {"function": self.function}
 
 
@@ -432,15 +433,15 @@ def serialize_kernel(kernel):
     for name, known in KERNELS.items():
         if kernel is known:
             return name
-    return serialize_registered(kernel)
+    return serialize_registered("kernel_transformation", kernel)
 
 
-def serialize_registered(kernel):
-    """The config of a kernel object or a function; a ValueError if Keras does not know its class."""
-    registered = type(kernel) if isinstance(kernel, KernelTransformation) else kernel
+def serialize_registered(name, kernel):
+    """The config of an object or a function; a ValueError if it, or its class, is not registered."""
+    registered = kernel if hasattr(kernel, "__name__") else type(kernel)
     if keras.saving.get_registered_object(keras.saving.get_registered_name(registered)) is None:
         raise ValueError(
-            f"kernel_transformation: {registered.__name__} can be saved only if it is decorated with "
+            f"{name}: {registered.__name__} can be saved only if it is decorated with "
             "@keras.saving.register_keras_serializable(package=...)"
         )
     return keras.saving.serialize_keras_object(kernel)
