@@ -176,7 +176,7 @@ def loop_over_tokens(layer, **function_options):
         rows = tf.TensorArray(layer.compute_dtype, size=length, element_shape=[None, None])
 
         def body(t, cache, rows):
-            output, cache = layer(inputs[:, t : t + 1], cache=cache)
+            output, cache = layer(inputs[:, t][:, None], cache=cache)
             return t + 1, cache, rows.write(t, output[:, 0])
 
         _, cache, rows = tf.while_loop(lambda t, *_: t < length, body, (0, cache, rows), maximum_iterations=length)
@@ -284,9 +284,11 @@ def assert_same_after_reloading(results, way, name, tolerance=1e-6):
         assert len(outputs) == len(expected) and len(gradients) == len(expected_gradients)
         for output, expected_output in zip(outputs, expected):
             assert_close(output, expected_output, tolerance)
+        # All gradients come from one backward pass, and have the rounding errors of its large ones.
+        largest = max((np.abs(gradient).max() for gradient in expected_gradients), default=0)
         for gradient, expected_gradient in zip(gradients, expected_gradients):
             assert np.any(expected_gradient != 0)
-            assert_close(gradient, expected_gradient, 10 * tolerance, smallest_scale=1e-3)
+            assert_close(gradient, expected_gradient, 10 * tolerance, smallest_scale=largest / 10)
 
 
 def run_model(function, example, model):

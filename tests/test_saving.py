@@ -96,12 +96,16 @@ def test_S12_classes_are_registered_under_the_name_of_the_package():
 
 @keras.saving.register_keras_serializable(package="test")
 class Subclassed(keras.Model):
-    """A model that makes its layers in __init__ and leaves building them to the first call."""
+    """A model that makes its layers in __init__ and builds them in build, as Keras wants for `load_weights`."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.attention = SelfAttention(HIDDEN, HEADS, kernel_transformation="softmax")
         self.block = DecoderBlock(SelfAttention(HIDDEN, HEADS, causal=True, short_convolution=4), 16)
+
+    def build(self, shape):
+        self.attention.build(shape)
+        self.block.build((*shape[:2], HIDDEN))
 
     def call(self, x):
         return self.block(self.attention(x))
