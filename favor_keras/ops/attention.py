@@ -40,8 +40,7 @@ def favor_attention(query, key, value, kernel_transformation, causal, projection
 
         Example:
 
-        >>> import keras
-    import tensorflow as tf
+    >>> import tensorflow as tf
         >>> from favor_keras import create_projection_matrix, favor_attention
         >>> query, key, value = 0.5 * tf.random.stateless_normal([3, 1, 32, 2, 16], seed=[0, 1])
         >>> projection = create_projection_matrix(1024, 16)
@@ -108,8 +107,7 @@ def causal_numerator(qs, ks, vs):
 
         Example:
 
-        >>> import keras
-    import tensorflow as tf
+    >>> import tensorflow as tf
         >>> from favor_keras import causal_numerator
         >>> ones = tf.ones([3, 1, 1, 2])
         >>> causal_numerator(ones, ones, ones)[:, 0, 0, 0].numpy().tolist()
@@ -126,8 +124,7 @@ def causal_denominator(qs, ks):
 
         Example:
 
-        >>> import keras
-    import tensorflow as tf
+    >>> import tensorflow as tf
         >>> from favor_keras import causal_denominator
         >>> ones = tf.ones([3, 1, 1, 2])
         >>> causal_denominator(ones, ones)[:, 0, 0].numpy().tolist()
@@ -141,8 +138,7 @@ def noncausal_numerator(qs, ks, vs):
 
         Example:
 
-        >>> import keras
-    import tensorflow as tf
+    >>> import tensorflow as tf
         >>> from favor_keras import noncausal_numerator
         >>> ones = tf.ones([3, 1, 1, 2])
         >>> noncausal_numerator(ones, ones, ones)[:, 0, 0, 0].numpy().tolist()
@@ -156,8 +152,7 @@ def noncausal_denominator(qs, ks):
 
         Example:
 
-        >>> import keras
-    import tensorflow as tf
+    >>> import tensorflow as tf
         >>> from favor_keras import noncausal_denominator
         >>> ones = tf.ones([3, 1, 1, 2])
         >>> noncausal_denominator(ones, ones)[:, 0, 0].numpy().tolist()
