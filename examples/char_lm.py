@@ -2,6 +2,7 @@
 
     python examples/char_lm.py
     python examples/char_lm.py --data my_text.txt --steps 5000 --prompt "Once "
+    python examples/char_lm.py --preset nanogpt_cpu --mixer fast_weights
 
 Losses are in nats per character. The run folder gets the model with the lowest validation loss
 (model.keras), the vocabulary, the settings, the history (CSV), its curves (PNG), the results and
@@ -27,10 +28,11 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from favor_keras import CausalLM  # noqa: E402
-from favor_keras.models.mixers import MIXERS  # noqa: E402
+from favor_keras.models.mixers import BLOCKS, MIXERS  # noqa: E402
+from presets import PRESETS  # noqa: E402
 
 TRAINING_PART = 0.9
-WARM_UP_PART = 0.1
+WARM_UP_PART = 0.1  # of the steps, unless --warm-up-steps says how many
 VALIDATION_WINDOWS = 256  # scored during training; the final score takes the whole split
 
 
@@ -56,6 +58,16 @@ def number(convert, accepts, expected):
     return parse
 
 
+def json_object(text):
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, received {text!r}")
+    return value
+
+
 def make_parser():
     count = number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser = OneLineParser(
@@ -64,26 +76,27 @@ def make_parser():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", default="python_docs", help="python_docs, tiny_shakespeare or a UTF-8 text file")
-    add("--steps", type=count, default=2000, help="training steps")
-    add("--batch-size", type=count, default=8, help="windows in a training step")
-    add("--block-size", type=count, default=64, help="characters in a window")
-    add("--hidden-size", type=count, default=128, help="size of the embedding and the blocks")
-    add("--layers", type=count, default=2, help="number of blocks")
-    add("--heads", type=count, default=4, help="heads of every mixer")
+    add("--preset", choices=sorted(PRESETS), default="quick", help="settings, which other flags override")
+    add("--data", help="python_docs, tiny_shakespeare or a UTF-8 text file")
+    add("--steps", type=count, help="training steps")
+    add("--batch-size", type=count, help="windows in a training step")
+    add("--block-size", type=count, help="characters in a window")
+    add("--hidden-size", type=count, help="size of the embedding and the blocks")
+    add("--layers", type=count, help="number of blocks")
+    add("--heads", type=count, help="heads of every mixer")
     add(
         "--learning-rate",
         type=number(float, lambda x: 0 < x < math.inf, "a number above 0"),
-        default=3e-3,
         help="highest learning rate, after the warm-up",
     )
+    add("--warm-up-steps", type=count, help="steps until then; None is a tenth of --steps")
     add(
         "--dropout",
         type=number(float, lambda x: 0 <= x < 1, "a number from 0 up to, not including, 1"),
-        default=0.0,
         help="dropout rate",
     )
     add("--mixer", choices=sorted(MIXERS), default="favor", help="what mixes the sequence")
+    add("--mixer-options", type=json_object, default={}, help="arguments of the mixer's layer, as JSON")
     add(
         "--seed",
         type=number(int, lambda n: 0 <= n <= 10**9, "a whole number from 0 to 1000000000"),
@@ -91,7 +104,7 @@ def make_parser():
         help="all random numbers depend on it",
     )
     add("--prompt", default="The ", help="the sample goes on from here")
-    add("--sample-length", type=count, default=400, help="characters to write")
+    add("--sample-length", type=count, default=400, help="characters to write; gmlp and amlp end with their window")
     add(
         "--temperature",
         type=number(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
@@ -103,6 +116,14 @@ def make_parser():
     return parser
 
 
+def parse(argv):
+    """The parser and the options: a preset's settings under the flags that are given."""
+    parser = make_parser()
+    preset = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0].preset
+    parser.set_defaults(**PRESETS[preset])
+    return parser, parser.parse_args(argv)
+
+
 def check_options(args):
     if args.steps % args.validate_every:
         raise ValueError(
@@ -110,6 +131,8 @@ def check_options(args):
         )
     if not args.prompt:
         raise ValueError("--prompt must have at least one character")
+    if args.mixer in BLOCKS and len(args.prompt) >= args.block_size:
+        raise ValueError(f"--prompt must be shorter than --block-size with --mixer {args.mixer}")
     if args.run_dir and args.run_dir.is_dir() and any(args.run_dir.iterdir()):
         raise ValueError(f"--run-dir must be a new or empty folder, {args.run_dir} has files in it")
 
@@ -208,7 +231,9 @@ def make_model(vocabulary_size, args):
         num_layers=args.layers,
         num_heads=args.heads,
         mixer=args.mixer,
+        mixer_options=args.mixer_options,
         dropout=args.dropout,
+        max_length=args.block_size if args.mixer in BLOCKS else None,
         seed=args.seed,
     )
     model.build((None, args.block_size))
@@ -217,7 +242,7 @@ def make_model(vocabulary_size, args):
 
 
 def make_optimizer(args):
-    warm_up_steps = math.ceil(WARM_UP_PART * args.steps)
+    warm_up_steps = args.warm_up_steps or math.ceil(WARM_UP_PART * args.steps)
     schedule = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0,
         warmup_target=args.learning_rate,
@@ -287,7 +312,10 @@ def plot_losses(history, path):
 
 def sample(model, vocabulary, args):
     prompt = encode(args.prompt, vocabulary)[None]
-    return decode(model.generate(prompt, args.sample_length, args.temperature, args.seed)[0], vocabulary)
+    length = args.sample_length
+    if model.max_length is not None:
+        length = min(length, model.max_length - len(args.prompt))
+    return decode(model.generate(prompt, length, args.temperature, args.seed)[0], vocabulary)
 
 
 def report(model, validation, vocabulary, best_step, start, run_dir, args):
@@ -333,8 +361,7 @@ def run(model, text, vocabulary, start, run_dir, args):
 
 def main(argv=None):
     start = time.monotonic()
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser, args = parse(sys.argv[1:] if argv is None else argv)
     keras.utils.set_random_seed(args.seed)
     try:
         check_options(args)
@@ -343,7 +370,7 @@ def main(argv=None):
         vocabulary = sorted(set(text))
         model = make_model(len(vocabulary), args)
         run_dir = make_run_dir(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:  # TypeError: of --mixer-options
         parser.error(str(error))
     write_json(run_dir / "settings.json", vars(args))
     write_json(run_dir / "vocabulary.json", vocabulary)

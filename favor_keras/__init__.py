@@ -20,7 +20,13 @@ if keras.backend.backend() != "tensorflow":
 
 from favor_keras import layers, models, ops  # noqa: E402
 from favor_keras.callbacks import RedrawProjections  # noqa: E402
-from favor_keras.layers import FastWeightsAttention, FavorAttention, SelfAttention  # noqa: E402
+from favor_keras.layers import (  # noqa: E402
+    FastWeightsAttention,
+    FavorAttention,
+    GMLPBlock,
+    SelfAttention,
+    SpatialGatingUnit,
+)
 from favor_keras.models import CausalLM  # noqa: E402
 from favor_keras.ops import (  # noqa: E402
     causal_denominator,
@@ -34,4 +40,5 @@ from favor_keras.ops import (  # noqa: E402
     noncausal_numerator,
     relu_kernel_transformation,
     softmax_kernel_transformation,
+    spatial_gating,
 )

@@ -19,20 +19,36 @@ from harness import (
 )
 from oracles import assert_close
 
-from favor_keras import CausalLM, SelfAttention
+from favor_keras import CausalLM, GMLPBlock, SelfAttention
 from favor_keras.models import DecoderBlock
 
 VOCABULARY, HIDDEN = 11, 8
 
+POSITIONS = {"max_length": 20, "position_embedding": True}
+GMLP = {"mixer": "gmlp", "max_length": 20}
+AMLP = {"mixer": "amlp", "mixer_options": {"attention_size": 4}, **POSITIONS}
+MODELS = {
+    "softmax": {"mixer_options": {"kernel_transformation": "softmax"}},
+    "softmax, positions": {"mixer_options": {"kernel_transformation": "softmax"}, **POSITIONS},
+    "relu": {},
+    "relu, positions": POSITIONS,
+    "gmlp": GMLP,
+    "amlp, positions": AMLP,
+}
+all_models = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+
 
 def make_model(**options):
-    """A model whose logits are far from equal."""
+    """A model whose logits are far from equal, and whose gates do more than at the start of training."""
     settings = {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": 2, "seed": 1}
     keras.utils.set_random_seed(0)
     model = CausalLM(VOCABULARY, **{**settings, **options})
     model.build((None, None))
     model.embedding.embeddings.assign(20 * model.embedding.embeddings)
     model.head.kernel.assign(5 * model.head.kernel)
+    for block in model.blocks:
+        if isinstance(block, GMLPBlock):
+            block.sgu.weight.assign(30 * block.sgu.weight)
     return model
 
 
@@ -42,7 +58,7 @@ def random_ids(batch_size, length, seed=0):
 
 @policies
 def test_logits_are_float32_of_every_token(policy):
-    model = make_model(num_layers=1, dtype=policy, max_length=20)
+    model = make_model(num_layers=1, dtype=policy, **POSITIONS)
     ids = random_ids(3, 9)
     logits = model(ids)
     assert logits.shape == (3, 9, VOCABULARY) and logits.dtype == "float32"
@@ -51,10 +67,9 @@ def test_logits_are_float32_of_every_token(policy):
     assert (symbolic.shape, symbolic.dtype) == ((None, None, VOCABULARY), "float32")
 
 
-@pytest.mark.parametrize("max_length", [None, 20])
-@pytest.mark.parametrize("kernel", ["softmax", "relu"])
-def test_C4_no_logit_depends_on_later_tokens(kernel, max_length):
-    model = make_model(mixer_options={"kernel_transformation": kernel}, max_length=max_length)
+@all_models
+def test_C4_C9_no_logit_depends_on_later_tokens(options):
+    model = make_model(**options)
     ids = random_ids(2, 12)
     whole = model(ids)
     for t in (1, 2, 6, 11):
@@ -64,9 +79,9 @@ def test_C4_no_logit_depends_on_later_tokens(kernel, max_length):
         assert np.abs(model(changed)[:, t:] - whole[:, t:]).max() > 0.1
 
 
-@pytest.mark.parametrize("max_length", [None, 20])
-def test_M1_padding_tokens_are_not_there(max_length):
-    model, ids = make_model(max_length=max_length), random_ids(2, 8)
+@all_models
+def test_M1_padding_tokens_are_not_there(options):
+    model, ids = make_model(**options), random_ids(2, 8)
     expected = model(ids)
     for mask in padding_masks(2, 8, 4).values():
         padded = random_ids(2, 12, seed=1)
@@ -84,10 +99,20 @@ def stream_ids(model, ids, sizes, mask=None):
 
 
 @pytest.mark.parametrize(
-    ("policy", "max_length"), [("float32", None), ("float32", 20), ("mixed_float16", 20), ("mixed_bfloat16", 20)]
+    ("options", "policy"),
+    [
+        ({}, "float32"),
+        (POSITIONS, "float32"),
+        (POSITIONS, "mixed_float16"),
+        (POSITIONS, "mixed_bfloat16"),
+        (GMLP, "float32"),
+        (AMLP, "float32"),
+        (AMLP, "mixed_float16"),
+    ],
+    ids=lambda x: "-".join([x.get("mixer", "favor"), *x]) if isinstance(x, dict) else x,
 )
-def test_D1_D2_D5_pieces_equal_the_whole(policy, max_length):
-    model, ids = make_model(max_length=max_length, dtype=policy), random_ids(2, 6)
+def test_D1_D2_D5_pieces_equal_the_whole(options, policy):
+    model, ids = make_model(**options, dtype=policy), random_ids(2, 6)
     # Two blocks round twice.
     tolerance = 3 * TOLERANCES[policy]
     whole, final = stream_ids(model, ids, [6])
@@ -98,8 +123,9 @@ def test_D1_D2_D5_pieces_equal_the_whole(policy, max_length):
         assert_same_cache(cache, final, 4 * tolerance)
 
 
-def test_D2_padded_pieces_equal_the_whole():
-    model, ids = make_model(max_length=20), random_ids(2, 10)
+@pytest.mark.parametrize("options", [POSITIONS, AMLP], ids=["favor", "amlp"])
+def test_D2_padded_pieces_equal_the_whole(options):
+    model, ids = make_model(**options), random_ids(2, 10)
     mask = np.random.default_rng(0).uniform(size=[2, 10]) < 0.6
     whole, final = stream_ids(model, ids, [10], mask)
     logits, cache = stream_ids(model, ids, [4, 1, 5], mask)
@@ -111,14 +137,16 @@ def test_D2_padded_pieces_equal_the_whole():
 @policies
 def test_D2_the_state_and_the_positions_stay_exact_in_every_precision(policy):
     # bfloat16 has no odd numbers above 256.
-    model, ids = make_model(num_layers=1, max_length=320, dtype=policy), random_ids(1, 305)
+    options = {"num_layers": 1, "max_length": 320, "position_embedding": True}
+    model, ids = make_model(**options, dtype=policy), random_ids(1, 305)
     logits, cache = stream_ids(model, ids, [300, 1, 1, 1, 1, 1])
     assert np.array_equal(cache["position"], [305])
     assert_close(logits[:, 300:], model(ids)[:, 300:], 3 * TOLERANCES[policy])
 
 
-def test_D9_beams_can_be_reordered():
-    model, ids, order = make_model(max_length=20), random_ids(3, 8), [2, 0, 2, 1]
+@pytest.mark.parametrize("options", [POSITIONS, AMLP], ids=["favor", "amlp"])
+def test_D9_beams_can_be_reordered(options):
+    model, ids, order = make_model(**options), random_ids(3, 8), [2, 0, 2, 1]
     _, cache = stream_ids(model, ids[:, :5], [5])
     logits, _ = model(ids[order, 5:], cache={name: tf.gather(tensor, order) for name, tensor in cache.items()})
     assert_close(logits, tf.gather(model(ids)[:, 5:], order), 1e-5)
@@ -141,8 +169,14 @@ def greedy_without_cache(model, ids, count):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mixer_options": {"kernel_transformation": "softmax"}, "max_length": 60}, {}, {"mixer": "fast_weights"}],
-    ids=["softmax, positions", "recommended", "fast weights"],
+    [
+        {**MODELS["softmax, positions"], "max_length": 60},
+        {},
+        {"mixer": "fast_weights"},
+        {**GMLP, "max_length": 60},
+        {**AMLP, "max_length": 53},  # and not one more than it takes
+    ],
+    ids=["softmax, positions", "recommended", "fast weights", "gmlp", "amlp, positions"],
 )
 def test_D1_greedy_tokens_are_those_of_the_whole_text_at_every_step(options):
     model, prompt = make_model(**options), random_ids(2, 3)
@@ -206,8 +240,9 @@ def test_generation_follows_new_weights(model):
     model.head.kernel.assign(old)
 
 
-def test_D12_no_more_positions_than_there_are():
-    model = make_model(num_layers=1, max_length=10)
+@pytest.mark.parametrize("options", [{}, POSITIONS, GMLP, AMLP], ids=["limit", "positions", "gmlp", "amlp"])
+def test_D12_no_more_positions_than_there_are(options):
+    model = make_model(**{**options, "num_layers": 1, "max_length": 10})
     assert model(random_ids(1, 10)).shape == (1, 10, VOCABULARY)
     assert model.generate(random_ids(1, 4), 6, seed=0).shape == (1, 10)
     with pytest.raises(ValueError, match="token_ids must have at most max_length=10 positions, received 11"):
@@ -218,15 +253,16 @@ def test_D12_no_more_positions_than_there_are():
         model.generate(random_ids(1, 10), 1)
 
 
-def test_D12_a_cache_does_not_go_past_the_last_position():
-    model = make_model(max_length=10)
+@pytest.mark.parametrize("options", [{}, POSITIONS, GMLP], ids=["limit", "positions", "gmlp"])
+def test_D12_a_cache_does_not_go_past_the_last_position(options):
+    model = make_model(**{**options, "max_length": 10})
     _, cache = stream_ids(model, random_ids(1, 8), [8])
     assert model(random_ids(1, 2), cache=cache)[0].shape == (1, 2, VOCABULARY)
     with pytest.raises(ValueError, match="max_length=10"):
         model(random_ids(1, 3), cache=cache)
 
 
-def test_D12_a_model_without_positions_has_no_limit(model):
+def test_D12_a_model_without_max_length_has_no_limit(model):
     assert model.generate(random_ids(2, 3), 300, seed=0).shape == (2, 303)
 
 
@@ -267,6 +303,7 @@ OTHER_SETTINGS = {
     "mixer_options": {"short_convolution": 2},
     "dropout": 0.25,
     "max_length": 33,
+    "position_embedding": True,
     "seed": 7,
 }
 
@@ -305,6 +342,53 @@ def test_the_recommended_mixer_and_its_options():
     assert make_model().blocks[0].mixer.projection_matrix.shape == (HIDDEN, HIDDEN // 2)
 
 
+def test_positions_are_embedded_only_if_asked():
+    """Without them attention cannot tell the places of equal tokens."""
+    options = {"mixer_options": {"short_convolution": 0}}
+    embedded, plain = make_model(**POSITIONS, **options), make_model(max_length=20, **options)
+    assert embedded.count_params() == plain.count_params() + 20 * HIDDEN
+    ids = np.zeros([1, 12], "int32")
+    assert np.ptp(embedded(ids)[0], axis=0).max() > 0.1
+    assert np.ptp(plain(ids)[0], axis=0).max() < 1e-4
+
+
+@pytest.mark.parametrize("mixer", ["gmlp", "amlp"])
+def test_a_gmlp_block_is_a_whole_layer(mixer):
+    """Recommended settings, no second feed-forward network, no positions unless asked."""
+    model = make_model(mixer=mixer, max_length=20, dropout=0.25, num_layers=3)
+    d, f, n, heads, a = HIDDEN, 5 * HIDDEN, 20, 2, 64 if mixer == "amlp" else 0
+    attention = 3 * (d * a + a) + (a * f + f) // 2 if a else 0
+    block = 2 * d + (d * f + f) + f + heads * (n * n + n) + (f * d // 2 + d) + attention + 4 * d
+    assert model.count_params() == VOCABULARY * d + 3 * block + 2 * d + d * VOCABULARY + VOCABULARY
+    for block in model.blocks:
+        assert isinstance(block, GMLPBlock)
+        assert (block.causal, block.seq_len, block.dropout_rate) == (True, n, 0.25)
+    assert len({block.seed for block in model.blocks}) == 3
+    options = {"d_ffn": 12, "gating_weights": "toeplitz"}
+    overridden = make_model(mixer=mixer, max_length=20, num_heads=3, mixer_options=options)
+    assert [(b.d_ffn, b.num_heads, b.gating_weights) for b in overridden.blocks] == [(12, 3, "toeplitz")] * 2
+
+
+def test_stochastic_depth_grows_with_the_depth():
+    options = {**GMLP, "mixer_options": {"survival_probability": 0.7}}
+    model = make_model(num_layers=3, **options)
+    assert_close([block.survival_probability for block in model.blocks], [0.9, 0.8, 0.7], 1e-12)
+    assert [block.survival_probability for block in make_model(**GMLP).blocks] == [1, 1]
+
+
+def test_a_gmlp_model_trains_saves_and_writes(tmp_path):
+    model = make_model(num_layers=1, **{**AMLP, "mixer_options": {"attention_size": 4, "survival_probability": 0.9}})
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ids = np.tile(np.arange(VOCABULARY), 2)[None, :20].repeat(4, axis=0)  # each token follows the one before it
+    losses = model.fit(ids[:, :-1], ids[:, 1:], batch_size=1, epochs=12, verbose=0).history["loss"]
+    assert losses[-1] < 0.5 < 2 < losses[0]
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.get_config() == model.get_config()
+    assert np.array_equal(loaded(ids), model(ids))
+    assert np.array_equal(loaded.generate(ids[:, :5], 15, temperature=0), ids)
+
+
 def test_dropout_of_the_model_is_on_in_training_only():
     model, ids = make_model(dropout=0.5), random_ids(2, 9)
     assert np.array_equal(model(ids), model(ids, training=False))
@@ -324,6 +408,9 @@ def test_dropout_of_the_model_is_on_in_training_only():
         ({"hidden_size": 0}, "hidden_size must be a positive integer, received 0"),
         ({"feed_forward_size": 0}, "feed_forward_size must be .* received 0"),
         ({"max_length": 0}, "max_length must be .* received 0"),
+        ({"position_embedding": True}, "max_length must be .* with position_embedding, received None"),
+        ({"mixer": "gmlp"}, "max_length must be .* with mixer='gmlp'.* received None"),
+        ({**AMLP, "feed_forward_size": 9}, "feed_forward_size must be None with mixer='amlp'.* received 9"),
         ({"dropout": 1.5}, "dropout must be .* received 1.5"),
         ({"mixer_options": {"window": 3}}, "window"),
     ],

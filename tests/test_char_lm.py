@@ -28,6 +28,7 @@ def load_script():
     return module
 
 
+sys.path.insert(0, str(SCRIPT.parent))  # where Python looks first when it runs the script
 char_lm = load_script()
 
 

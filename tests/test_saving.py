@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     x = keras.Input([None, SIZE])
     mixed = keras.Model(x, SelfAttention(HIDDEN, HEADS, causal=True, dtype="mixed_bfloat16")(x))
     round_trip.add("mixed", mixed, [example[:1] for example in masked_examples()])
-    model = CausalLM(9, hidden_size=HIDDEN, num_layers=1, num_heads=HEADS, dropout=0.1, max_length=80)
+    model = CausalLM(9, hidden_size=HIDDEN, num_layers=1, num_heads=HEADS, dropout=0.1, max_length=80, position_embedding=True)
     model.build((None, None))
     model.embedding.embeddings.assign(20 * model.embedding.embeddings)
     model.generate(np.ones([1, 2], "int32"), 2)

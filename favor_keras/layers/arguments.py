@@ -11,6 +11,11 @@ def check_rate(name, value):
         raise ValueError(f"{name} must be in [0, 1), received {value!r}")
 
 
+def check_probability(name, value):
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], received {value!r}")
+
+
 def check_seed(value):
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise ValueError(f"seed must be an integer or None, received {value!r}")

@@ -3,12 +3,11 @@ import math
 import keras
 import tensorflow as tf
 
-from favor_keras.layers.arguments import check_size_or_zero
 from favor_keras.layers.masks import checked_mask, log_scale_of, zero_where_masked
 from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer
 from favor_keras.ops.delta_rule import delta_rule
-from favor_keras.ops.dpfp import dpfp, sum_normalized
-from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
+from favor_keras.ops.dpfp import dpfp
+from favor_keras.ops.kernels import KERNELS, KernelTransformation, get_kernel, serialize_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES, linear_attention, zero_state
 from favor_keras.ops.precision import full_precision
 from favor_keras.ops.projections import draw_projection
@@ -35,7 +34,8 @@ class FastWeightsAttention(MultiHeadMixer):
         attention_dropout: rate of the dropout on what the heads read.
         feature_map: "dpfp", "relu" or "elu" (elu + 1), divided by their sum; "l2", which is SiLU
             divided by the Euclidean norm; or another kernel of `favor_keras.ops.kernels`, by name
-            or as an object, divided by its sum, over a fixed orthogonal projection if it needs one.
+            or as an object, divided by the sum of its absolute values, over a fixed
+            orthogonal projection if it needs one.
         nu: number of shifts of "dpfp".
         nb_random_features: number of rows of the projection; 0 is ceil(d ln d) for heads of size d.
             Only for a kernel that needs one.
@@ -117,6 +117,7 @@ class FastWeightsAttention(MultiHeadMixer):
             activity_regularizer=activity_regularizer,
             kernel_constraint=kernel_constraint,
             bias_constraint=bias_constraint,
+            nb_random_features=nb_random_features,
             seed=seed,
             **kwargs,
         )
@@ -124,24 +125,7 @@ class FastWeightsAttention(MultiHeadMixer):
             raise ValueError(f"update_rule must be one of {UPDATE_RULES}, received {update_rule!r}")
         if use_decay and update_rule != "delta":
             raise ValueError(f"use_decay needs update_rule='delta', received {update_rule!r}")
-        self.feature_map = feature_map if feature_map in ("dpfp", "l2") else get_kernel(feature_map)
-        if feature_map == "dpfp":
-            largest = 2 * self.head_size - 1
-            if not isinstance(nu, int) or not 1 <= nu <= largest:
-                raise ValueError(
-                    f"nu must be an integer from 1 to {largest} for heads of size {self.head_size}, received {nu!r}"
-                )
-        elif nu != 1:
-            raise ValueError(f"nu needs feature_map='dpfp', received nu={nu!r} and feature_map={feature_map!r}")
-        if (
-            self.feature_map != "l2"
-            and feature_map != "dpfp"
-            and not isinstance(self.feature_map, KernelTransformation)
-        ):
-            raise ValueError(
-                f"feature_map must be 'dpfp', 'l2', a kernel's name or a KernelTransformation, received {feature_map!r}"
-            )
-        check_size_or_zero("nb_random_features", nb_random_features)
+        self.feature_map = self._checked_feature_map(feature_map, nu)
         if nb_random_features and not self._needs_projection:
             raise ValueError(
                 f"nb_random_features needs a feature_map with a random projection, received {nb_random_features} and "
@@ -152,7 +136,6 @@ class FastWeightsAttention(MultiHeadMixer):
         self.output_norm = output_norm
         self.output_gate = output_gate
         self.use_decay = use_decay
-        self.nb_random_features = nb_random_features
 
         per_head = "abc,cd->abd", (None, num_heads), None
         if update_rule == "delta":
@@ -165,15 +148,31 @@ class FastWeightsAttention(MultiHeadMixer):
             self.norm = keras.layers.RMSNormalization(epsilon=1e-5, name="norm", dtype=self.dtype_policy)
         self.dropout = keras.layers.Dropout(attention_dropout, seed=self.seed, dtype=self.dtype_policy)
 
+    def _checked_feature_map(self, feature_map, nu):
+        """"dpfp", "l2" or a kernel."""
+        if feature_map == "dpfp":
+            largest = 2 * self.head_size - 1
+            if isinstance(nu, bool) or not isinstance(nu, int) or not 1 <= nu <= largest:
+                raise ValueError(
+                    f"nu must be an integer from 1 to {largest} for heads of size {self.head_size}, received {nu!r}"
+                )
+            return feature_map
+        if nu != 1:
+            raise ValueError(f"nu needs feature_map='dpfp', received nu={nu!r} and feature_map={feature_map!r}")
+        if feature_map == "l2":
+            return feature_map
+        is_name = isinstance(feature_map, str) and feature_map in KERNELS
+        kernel = get_kernel(feature_map) if is_name or isinstance(feature_map, dict) else feature_map
+        if not isinstance(kernel, KernelTransformation):
+            raise ValueError(
+                f"feature_map must be 'l2', one of {sorted(KERNELS)} or a KernelTransformation, "
+                f"received {feature_map!r}"
+            )
+        return kernel
+
     @property
     def _needs_projection(self):
         return isinstance(self.feature_map, KernelTransformation) and self.feature_map.needs_projection
-
-    @property
-    def _num_projections(self):
-        if not self._needs_projection:
-            return None
-        return self.nb_random_features or max(1, math.ceil(self.head_size * math.log(self.head_size)))
 
     @property
     def _num_features(self):
@@ -181,7 +180,8 @@ class FastWeightsAttention(MultiHeadMixer):
             return self.head_size
         if self.feature_map == "dpfp":
             return 2 * self.nu * self.head_size
-        return self.feature_map.num_features(self.head_size, self._num_projections)
+        num_projections = self._num_projections if self._needs_projection else None
+        return self.feature_map.num_features(self.head_size, num_projections)
 
     def build(self, inputs_shape):
         self._build_projections(inputs_shape, inputs_shape)
@@ -198,13 +198,8 @@ class FastWeightsAttention(MultiHeadMixer):
             self.norm.build((*inputs_shape[:2], self.num_heads, self.head_size))
         self.projection_matrix = None
         if self._needs_projection:
-            self.projection_matrix = self.add_weight(
-                name="projection_matrix",
-                shape=(self._num_projections, self.head_size),
-                initializer=lambda shape, dtype: draw_projection(*shape, self.seed),
-                dtype="float32",
-                trainable=False,
-                autocast=False,
+            self.projection_matrix = self._add_projection_matrix(
+                lambda: draw_projection(self._num_projections, self.head_size, self.seed)
             )
 
     def _per_head_weight(self, name, transform):
@@ -219,6 +214,8 @@ class FastWeightsAttention(MultiHeadMixer):
         self._check_cache(cache)
         inputs = tf.cast(inputs, self.compute_dtype)
         mask = checked_mask(mask, inputs, "mask")
+        # A strength of 0 keeps every finite key out of the memory, but 0 times infinity is not 0.
+        inputs = zero_where_masked(inputs, mask)
         history = {name: cache[name] for name in cache or {} if name in HISTORY_NAMES}
         query, query_inputs = self._project("query", inputs, mask, history)
         key, key_inputs = self._project("key", inputs, mask, history)
@@ -233,8 +230,7 @@ class FastWeightsAttention(MultiHeadMixer):
         output = zero_where_masked(output, mask)
         if cache is None:
             return output
-        inputs = {"query_inputs": query_inputs, "key_inputs": key_inputs, "value_inputs": value_inputs}
-        return output, {**state, **{name: tf.cast(inputs[name], self._state_dtype) for name in history}}
+        return output, {**state, **self._remembered(history, query_inputs, key_inputs, value_inputs)}
 
     def _features(self, data, is_query):
         """The features of queries or keys, of which the delta rule needs that they are not long."""
@@ -245,8 +241,9 @@ class FastWeightsAttention(MultiHeadMixer):
             features = dpfp(full, self.nu)
         else:
             matrix = None if self.projection_matrix is None else tf.cast(self.projection_matrix, full.dtype)
-            # The log scale of a position cancels in the quotient.
-            features = sum_normalized(self.feature_map.scaled_features(full, is_query, matrix)[0])
+            # The log scale of a position cancels in the quotient. Features of both signs may add up to 0.
+            features, _ = self.feature_map.scaled_features(full, is_query, matrix)
+            features /= tf.reduce_sum(tf.abs(features), axis=-1, keepdims=True) + 1e-6
         return tf.cast(features, data.dtype)
 
     def _update(self, inputs, query, key, value, mask, cache):
@@ -300,13 +297,10 @@ class FastWeightsAttention(MultiHeadMixer):
         return cache
 
     def _check_cache(self, cache):
-        if cache is None:
-            return
-        expected = {"fast_weights"} if self.update_rule == "delta" else set(STATE_NAMES)
-        expected |= set(HISTORY_NAMES) if self.short_convolution else set()
-        if not isinstance(cache, dict) or set(cache) != expected:
-            received = sorted(cache) if isinstance(cache, dict) else type(cache).__name__
-            raise ValueError(f"cache must be a dict of {sorted(expected)}, as init_cache makes, received {received}")
+        if cache is not None:
+            state_names = ("fast_weights",) if self.update_rule == "delta" else STATE_NAMES
+            history_names = HISTORY_NAMES if self.short_convolution else ()
+            self._check_cache_names(cache, (*state_names, *history_names), "init_cache")
 
     def compute_output_spec(self, inputs, mask=None, inputs_mask=None, cache=None, training=None):
         self._check_cache(cache)
@@ -328,7 +322,6 @@ class FastWeightsAttention(MultiHeadMixer):
             "output_norm": self.output_norm,
             "output_gate": self.output_gate,
             "use_decay": self.use_decay,
-            "nb_random_features": self.nb_random_features,
         }
 
 

@@ -1,4 +1,3 @@
-import math
 import warnings
 
 import keras
@@ -123,6 +122,7 @@ class FavorAttention(MultiHeadMixer):
             activity_regularizer=activity_regularizer,
             kernel_constraint=kernel_constraint,
             bias_constraint=bias_constraint,
+            nb_random_features=nb_random_features,
             seed=seed,
             **kwargs,
         )
@@ -135,7 +135,6 @@ class FavorAttention(MultiHeadMixer):
             raise ValueError(f"projection_scaling must be 0 or 1, received {projection_scaling!r}")
         if numerical_stabilizer is not None and numerical_stabilizer < 0:
             raise ValueError(f"numerical_stabilizer must be at least 0 or None, received {numerical_stabilizer!r}")
-        check_size_or_zero("nb_random_features", nb_random_features)
         check_size_or_zero("redraw_interval", redraw_interval)
         self.kernel_transformation = get_kernel(kernel_transformation)
         self.numerical_stabilizer = numerical_stabilizer
@@ -148,7 +147,6 @@ class FavorAttention(MultiHeadMixer):
                 f"nb_random_features={nb_random_features}"
             )
         self.projection_matrix_type = projection_matrix_type
-        self.nb_random_features = nb_random_features
         if projection_matrix_type is None and redraw_interval:
             raise ValueError(
                 "redraw_interval needs a projection: set projection_matrix_type, received "
@@ -162,12 +160,6 @@ class FavorAttention(MultiHeadMixer):
             attention_dropout, noise_shape=(None, None, None, 1), seed=self.seed, dtype=self.dtype_policy
         )
 
-    @property
-    def _num_projections(self):
-        if self.projection_matrix_type is None:
-            return None
-        return self.nb_random_features or max(1, math.ceil(self.head_size * math.log(self.head_size)))
-
     def build(self, query_shape, source_shape=None):
         if source_shape is None:
             raise ValueError("source must be given in the first call, which makes the weights, received None")
@@ -175,14 +167,7 @@ class FavorAttention(MultiHeadMixer):
         self.projection_matrix = self.draws = None
         if self.projection_matrix_type is not None:
             self.draws = self.add_weight(name="draws", shape=(), initializer="zeros", dtype="int64", trainable=False)
-            self.projection_matrix = self.add_weight(
-                name="projection_matrix",
-                shape=(self._num_projections, self.head_size),
-                initializer=lambda shape, dtype: self._draw_projection(0),
-                dtype="float32",
-                trainable=False,
-                autocast=False,
-            )
+            self.projection_matrix = self._add_projection_matrix(lambda: self._draw_projection(0))
 
     def _draw_projection(self, draws):
         return draw_projection(
@@ -258,8 +243,7 @@ class FavorAttention(MultiHeadMixer):
         if cache is None:
             return output
         if not new_cache:
-            inputs = {"query_inputs": query_inputs, "key_inputs": key_inputs, "value_inputs": value_inputs}
-            new_cache = {**state, **{n: tf.cast(inputs[n], self._state_dtype) for n in history}}
+            new_cache = {**state, **self._remembered(history, query_inputs, key_inputs, value_inputs)}
         return output, new_cache
 
     def _attend(self, query, key, value, key_log_scale, state, causal):
@@ -300,7 +284,8 @@ class FavorAttention(MultiHeadMixer):
         if not self.causal:
             raise ValueError("init_cache needs a causal layer, received causal=False; see source_cache")
         self._check_kernel_object()
-        num_features = self.kernel_transformation.num_features(self.head_size, self._num_projections)
+        num_projections = None if self.projection_matrix_type is None else self._num_projections
+        num_features = self.kernel_transformation.num_features(self.head_size, num_projections)
         cache = zero_state(batch_size, self.num_heads, num_features, self.head_size, self._state_dtype)
         return {**cache, **{name: self._no_inputs(batch_size) for name in self._history_names}}
 
@@ -345,8 +330,7 @@ class FavorAttention(MultiHeadMixer):
             )
 
     def _check_cache(self, cache, source, decode_loop_step):
-        names = set(cache) if isinstance(cache, dict) else None
-        keeps_keys = names == {"k", "v"}
+        keeps_keys = isinstance(cache, dict) and set(cache) == {"k", "v"}
         if decode_loop_step is not None and not keeps_keys:
             raise ValueError(f'decode_loop_step needs a cache of "k" and "v", received {cache!r}')
         if cache is None:
@@ -360,11 +344,8 @@ class FavorAttention(MultiHeadMixer):
             if source is None:
                 raise ValueError('source must be given with a cache of "k" and "v", received None')
             return
-        expected = {*STATE_NAMES, *self._history_names}
-        if names != expected:
-            maker = "init_cache" if self.causal else "source_cache"
-            received = type(cache).__name__ if names is None else sorted(names)
-            raise ValueError(f"cache must be a dict of {sorted(expected)}, as {maker} makes, received {received}")
+        maker = "init_cache" if self.causal else "source_cache"
+        self._check_cache_names(cache, (*STATE_NAMES, *self._history_names), maker)
         if self.causal == (source is None):
             needed = "the new positions" if self.causal else "None, since the cache holds the source"
             raise ValueError(f"source must be {needed}, with this cache, received {source!r}")
@@ -446,7 +427,6 @@ class FavorAttention(MultiHeadMixer):
             "numerical_stabilizer": self.numerical_stabilizer,
             "causal": self.causal,
             "projection_matrix_type": self.projection_matrix_type,
-            "nb_random_features": self.nb_random_features,
             "projection_scaling": self.projection_scaling,
             "redraw_interval": self.redraw_interval,
         }

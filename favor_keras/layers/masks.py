@@ -18,8 +18,8 @@ def checked_mask(mask, tensor, name):
     mask = tf.convert_to_tensor(mask)
     if mask.shape.rank != 2 or not mask.shape.is_compatible_with(tensor.shape[:2]):
         raise ValueError(
-            f"{name} must have the shape [batch, length] = {tensor.shape[:2]}, received {mask.shape}. Linear "
-            "attention can mask whole positions only; a mask over pairs needs exact attention."
+            f"{name} must have the shape [batch, length] = {tensor.shape[:2]}, received {mask.shape}: one "
+            "number per position; a mask over pairs of positions needs exact attention"
         )
     if tf.executing_eagerly() and not bool(
         tf.reduce_all((mask == tf.cast(True, mask.dtype)) | (mask == tf.cast(False, mask.dtype)))

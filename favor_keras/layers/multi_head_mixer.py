@@ -1,3 +1,4 @@
+import math
 import random
 
 import keras
@@ -18,7 +19,7 @@ class MultiHeadMixer(keras.layers.Layer):
     Args:
         hidden_size, num_heads, attention_dropout, short_convolution, use_bias, kernel_initializer,
             bias_initializer, kernel_regularizer, bias_regularizer, activity_regularizer,
-            kernel_constraint, bias_constraint, seed: see `FavorAttention`.
+            kernel_constraint, bias_constraint, nb_random_features, seed: see `FavorAttention`.
         use_output_bias: whether `output_dense` has a bias.
         **kwargs: name, dtype and trainable.
     """
@@ -39,6 +40,7 @@ class MultiHeadMixer(keras.layers.Layer):
         activity_regularizer,
         kernel_constraint,
         bias_constraint,
+        nb_random_features,
         seed,
         **kwargs,
     ):
@@ -53,11 +55,13 @@ class MultiHeadMixer(keras.layers.Layer):
         check_rate("attention_dropout", attention_dropout)
         check_seed(seed)
         check_size_or_zero("short_convolution", short_convolution)
+        check_size_or_zero("nb_random_features", nb_random_features)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.head_size = hidden_size // num_heads
         self.attention_dropout = attention_dropout
         self.short_convolution = short_convolution
+        self.nb_random_features = nb_random_features
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
@@ -115,6 +119,22 @@ class MultiHeadMixer(keras.layers.Layer):
             self.key_convolution.build((*source_shape[:2], self.hidden_size))
             self.value_convolution.build((*source_shape[:2], self.hidden_size))
 
+    @property
+    def _num_projections(self):
+        """The number of rows of the random projection, for a layer that has one."""
+        return self.nb_random_features or max(1, math.ceil(self.head_size * math.log(self.head_size)))
+
+    def _add_projection_matrix(self, draw):
+        """A fixed weight of the rows [M, D] that `draw()` returns."""
+        return self.add_weight(
+            name="projection_matrix",
+            shape=(self._num_projections, self.head_size),
+            initializer=lambda shape, dtype: draw(),
+            dtype="float32",
+            trainable=False,
+            autocast=False,
+        )
+
     def _project(self, name, inputs, mask, history):
         """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""
         dense = getattr(self, f"{name}_dense")
@@ -137,6 +157,17 @@ class MultiHeadMixer(keras.layers.Layer):
         """What the short convolution remembers before the first position."""
         return tf.zeros([batch_size, self.short_convolution - 1, self.hidden_size], self._state_dtype)
 
+    def _remembered(self, history, query_inputs, key_inputs, value_inputs):
+        """The entries of the next cache for the short convolutions that `history` has the inputs of."""
+        inputs = dict(zip(HISTORY_NAMES, (query_inputs, key_inputs, value_inputs)))
+        return {name: tf.cast(inputs[name], self._state_dtype) for name in history}
+
+    @staticmethod
+    def _check_cache_names(cache, expected, maker):
+        if not isinstance(cache, dict) or set(cache) != set(expected):
+            received = sorted(cache) if isinstance(cache, dict) else type(cache).__name__
+            raise ValueError(f"cache must be a dict of {sorted(expected)}, as {maker} makes, received {received}")
+
     @property
     def _state_dtype(self):
         return "float64" if self.compute_dtype == "float64" else "float32"
@@ -148,6 +179,7 @@ class MultiHeadMixer(keras.layers.Layer):
             "num_heads": self.num_heads,
             "attention_dropout": self.attention_dropout,
             "short_convolution": self.short_convolution,
+            "nb_random_features": self.nb_random_features,
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed
 from favor_keras.models.decoder_block import DecoderBlock
-from favor_keras.models.mixers import get_mixer
+from favor_keras.models.mixers import BLOCKS, get_mixer
 from favor_keras.ops.kernels import serialize_registered
 
 
@@ -14,20 +14,25 @@ class CausalLM(keras.Model):
     """A language model: token ids to the logits of the next token, at every position.
 
     An embedding, `num_layers` blocks of a causal mixer and a feed-forward network (`DecoderBlock`),
-    a layer norm, and a projection to the vocabulary.
+    a layer norm, and a projection to the vocabulary. The mixers "gmlp" and "amlp" are whole blocks
+    (`GMLPBlock`), without another feed-forward network, for sequences of up to `max_length`.
 
     Args:
         vocabulary_size: number of different tokens V.
         hidden_size: size of the embedding and of every block.
         num_layers: number of blocks.
         num_heads: number of heads of every mixer.
-        feed_forward_size: size inside the feed-forward networks; None is 4 * hidden_size.
+        feed_forward_size: size inside the feed-forward networks; None is 4 * hidden_size. Not for
+            "gmlp" and "amlp", whose d_ffn is in `mixer_options` and by default 5 * hidden_size.
         mixer: a name in `favor_keras.models.mixers.MIXERS` ("favor"), or a function `(hidden_size,
             num_heads, **options) -> layer` (registered with Keras, if the model is to be saved).
-        mixer_options: dict of further arguments for the mixer, over the recommended ones.
+        mixer_options: dict of further arguments for the mixer, over the recommended ones. The
+            `survival_probability` of "gmlp" and "amlp" is that of the last block; from 1 it falls to
+            this by the same amount per block.
         dropout: rate of the dropout on the embedding and on every branch of the blocks.
-        max_length: None, or the number of learned positions that are added to the embedding. A
-            model without them takes sequences of any length.
+        max_length: the greatest number of positions, or None if there is no limit. Needed for
+            `position_embedding`, "gmlp" and "amlp".
+        position_embedding: whether to add a learned embedding of the position to that of the token.
         seed: integer that all random numbers of the model come from, initial weights excepted
             (`keras.utils.set_random_seed` sets those); None draws one.
         **kwargs: name, dtype and trainable.
@@ -36,13 +41,14 @@ class CausalLM(keras.Model):
         token_ids: integers [B, T].
         mask: [B, T], 1 to keep, 0 for padding, or None.
         cache: what came before, see `init_cache`.
-        training: whether to apply dropout.
+        training: whether to apply dropout and stochastic depth.
 
     Returns:
         Logits [B, T, V] in float32; with `cache` also the new cache.
 
     Raises:
-        ValueError: for an unknown mixer, or more positions than `max_length`.
+        ValueError: for an unknown mixer, arguments other than described, or more positions than
+            `max_length`.
 
     Example:
 
@@ -66,6 +72,7 @@ class CausalLM(keras.Model):
         mixer_options=None,
         dropout=0.0,
         max_length=None,
+        position_embedding=False,
         seed=None,
         **kwargs,
     ):
@@ -77,12 +84,14 @@ class CausalLM(keras.Model):
             check_positive(name, value)
         check_rate("dropout", dropout)
         check_seed(seed)
+        if position_embedding and max_length is None:
+            raise ValueError("max_length must be a positive integer with position_embedding, received None")
         self.supports_masking = True
         self.vocabulary_size = vocabulary_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers
         self.num_heads = num_heads
-        self.feed_forward_size = 4 * hidden_size if feed_forward_size is None else feed_forward_size
+        self.feed_forward_size = feed_forward_size
         self.mixer = mixer
         self.mixer_options = dict(mixer_options or {})
         self.dropout_rate = dropout
@@ -91,30 +100,43 @@ class CausalLM(keras.Model):
 
         options = {"dtype": self.dtype_policy}
         normal = keras.initializers.RandomNormal
-        make_mixer = get_mixer(mixer)
         self.embedding = keras.layers.Embedding(vocabulary_size, hidden_size, normal(stddev=0.02), **options)
-        if max_length is not None:
+        self.position_embedding = None
+        if position_embedding:
             self.position_embedding = keras.layers.Embedding(max_length, hidden_size, normal(stddev=0.02), **options)
         self.dropout = keras.layers.Dropout(dropout, seed=self.seed, **options)
-        self.blocks = [
-            DecoderBlock(
-                # Mixers of one seed would share one random projection.
-                make_mixer(hidden_size, num_heads, seed=self.seed + i, **options, **self.mixer_options),
-                self.feed_forward_size,
-                dropout,
-                seed=self.seed + i,
-                name=f"block_{i}",
-                **options,
-            )
-            for i in range(num_layers)
-        ]
+        self.blocks = [self._make_block(i) for i in range(num_layers)]
         self.norm = keras.layers.LayerNormalization(epsilon=1e-5, **options)
         self.head = keras.layers.Dense(vocabulary_size, dtype=self.dtype_policy)
+
+    def _make_block(self, i):
+        make_mixer = get_mixer(self.mixer)
+        # Layers of one seed would share one random projection, and drop the same numbers.
+        options = {"seed": self.seed + i, "dtype": self.dtype_policy}
+        block_options = {"dropout": self.dropout_rate, "name": f"block_{i}"}
+        if make_mixer in BLOCKS.values():
+            self._check_whole_block()
+            block_options |= {"seq_len": self.max_length, "depth": (i + 1) / self.num_layers}
+            return make_mixer(self.hidden_size, self.num_heads, **options, **block_options, **self.mixer_options)
+        mixer = make_mixer(self.hidden_size, self.num_heads, **options, **self.mixer_options)
+        return DecoderBlock(mixer, self.feed_forward_size or 4 * self.hidden_size, **options, **block_options)
+
+    def _check_whole_block(self):
+        if self.max_length is None:
+            raise ValueError(
+                f"max_length must be a positive integer with mixer={self.mixer!r}, whose gates are made for it, "
+                "received None"
+            )
+        if self.feed_forward_size is not None:
+            raise ValueError(
+                f"feed_forward_size must be None with mixer={self.mixer!r}, which has d_ffn in mixer_options instead, "
+                f"received {self.feed_forward_size}"
+            )
 
     def build(self, token_ids_shape):
         hidden_shape = (*token_ids_shape, self.hidden_size)
         self.embedding.build(token_ids_shape)
-        if self.max_length is not None:
+        if self.position_embedding is not None:
             self.position_embedding.build(token_ids_shape)
         for layer in (*self.blocks, self.norm, self.head):
             layer.build(hidden_shape)
@@ -124,7 +146,9 @@ class CausalLM(keras.Model):
         x = self.embedding(token_ids)
         new_cache = {}
         if self.max_length is not None:
-            x += self._positions(token_ids, mask, cache, new_cache)
+            positions = self._positions(token_ids, mask, cache, new_cache)
+        if self.position_embedding is not None:
+            x += self.position_embedding(positions)
         x = self.dropout(x, training=training)
         for block in self.blocks:
             if cache is None:
@@ -136,7 +160,7 @@ class CausalLM(keras.Model):
         return logits if cache is None else (logits, new_cache)
 
     def _positions(self, token_ids, mask, cache, new_cache):
-        """The embedding of each token's position among the tokens that are kept."""
+        """The number of each token among the tokens that are kept."""
         if token_ids.shape[1] is not None and token_ids.shape[1] > self.max_length:
             raise ValueError(
                 f"token_ids must have at most max_length={self.max_length} positions, received {token_ids.shape[1]}"
@@ -151,7 +175,7 @@ class CausalLM(keras.Model):
                 f"cache and token_ids together must have at most max_length={self.max_length} positions, "
                 f"received {int(tf.reduce_max(positions))}"
             )
-        return self.position_embedding(tf.maximum(positions - 1, 0))
+        return tf.maximum(positions - 1, 0)
 
     def init_cache(self, batch_size, max_length=None):
         """The cache before the first token: a flat dict of tensors, batch first.
@@ -238,6 +262,7 @@ class CausalLM(keras.Model):
             "mixer_options": self.mixer_options,
             "dropout": self.dropout_rate,
             "max_length": self.max_length,
+            "position_embedding": self.position_embedding is not None,
             "seed": self.seed,
         }
 

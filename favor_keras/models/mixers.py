@@ -1,6 +1,6 @@
-"""The layers that can mix a `CausalLM`'s sequence, by name, with the settings that we recommend."""
+"""What can mix a `CausalLM`'s sequence, by name, with the settings that we recommend."""
 
-from favor_keras.layers import FastWeightsAttention, SelfAttention
+from favor_keras.layers import FastWeightsAttention, GMLPBlock, SelfAttention
 
 
 def favor(hidden_size, num_heads, **options):
@@ -19,7 +19,29 @@ def fast_weights(hidden_size, num_heads, **options):
     return FastWeightsAttention(hidden_size, num_heads, **{**settings, **options})
 
 
-MIXERS = {"favor": favor, "fast_weights": fast_weights}
+def gmlp(hidden_size, num_heads, *, seq_len, depth, survival_probability=1.0, **options):
+    """Causal gMLP: a gate per head, d_ffn = 5 hidden_size, width-4 convolution.
+
+    `depth` is the block's share of the way through the model. Its survival probability falls
+    linearly with it, from 1 to `survival_probability` for the last block (arXiv:1603.09382).
+    """
+    settings = {
+        "d_ffn": 5 * hidden_size,
+        "short_convolution": 4,
+        "survival_probability": 1 - depth * (1 - survival_probability),
+    }
+    return GMLPBlock(seq_len=seq_len, num_heads=num_heads, causal=True, **{**settings, **options})
+
+
+def amlp(hidden_size, num_heads, **options):
+    """`gmlp` with a softmax attention of size 64."""
+    return gmlp(hidden_size, num_heads, **{"attention_size": 64, **options})
+
+
+# Whole blocks, with their own residual and instead of a feed-forward network.
+BLOCKS = {"gmlp": gmlp, "amlp": amlp}
+
+MIXERS = {"favor": favor, "fast_weights": fast_weights, **BLOCKS}
 
 
 def get_mixer(mixer):

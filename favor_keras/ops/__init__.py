@@ -27,3 +27,4 @@ from favor_keras.ops.kernels import (
 )
 from favor_keras.ops.linear_attention import linear_attention
 from favor_keras.ops.projections import create_projection_matrix
+from favor_keras.ops.spatial_gating import spatial_gating
