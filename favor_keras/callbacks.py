@@ -33,6 +33,9 @@ class RedrawProjections(keras.callbacks.Callback):
             raise ValueError("RedrawProjections needs a model with a layer that has a redraw_interval, found none")
         for layer in self._layers:
             layer.is_redrawn_by_callback = True
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # Not when training begins: a callback that restores a backup may come after this one.
         self._step = int(self.model.optimizer.iterations)
 
     def on_train_batch_end(self, batch, logs=None):

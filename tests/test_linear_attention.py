@@ -152,6 +152,14 @@ def test_causal_equals_naive_around_the_edges_of_chunks_C8_H7(length):
     check(attend_and_differentiate(*to_tensors(arguments, "float64"), causal=True, chunk_size=3), expected, "float64")
 
 
+def test_long_sequences_of_two_levels_of_chunks_equal_those_of_one():
+    arguments = [to_tensors(part, "float64") for part in make_arguments(65_537, with_state=True)]
+    in_graph = tf.function(functools.partial(attend_and_differentiate, causal=True), autograph=False)
+    results = in_graph(*arguments)
+    assert all(np.all(np.isfinite(gradient)) for gradient in results[2].values())
+    check(results, in_graph(*arguments, chunk_size=1024), "float64")
+
+
 @both_precisions
 @with_and_without_state
 @pytest.mark.parametrize("chunk_size", [None, 8], ids=["one_chunk", "chunks"])

@@ -1,7 +1,9 @@
 """Training: fit in every mode and under a strategy, with weight decay, for long, and with large weights."""
 
 import json
+import os
 import pathlib
+import signal
 
 import keras
 import numpy as np
@@ -10,7 +12,7 @@ import tensorflow as tf
 from harness import normal, run_in_fresh_process
 from oracles import assert_close
 
-from favor_keras import CausalLM, FavorAttention, SelfAttention
+from favor_keras import CausalLM, FavorAttention, RedrawProjections, SelfAttention
 from favor_keras.models import DecoderBlock
 
 VOCABULARY, HIDDEN, HEADS = 13, 12, 3
@@ -238,3 +240,36 @@ def test_T1_T4_A6_fit_on_two_devices_equals_fit_on_one(tmp_path):
         assert np.all(np.isfinite(result["losses"])) and result["losses"][-1] < result["losses"][0]
     for projection, expected in zip(results["two"]["projections"], results["one"]["projections"]):
         assert_close(projection, expected, 1e-6)
+
+
+# A kill in the middle, and a new start.
+
+
+def fit_with_backup(folder, killed_in_epoch=None):
+    """Fit a model that is redrawn every second of three steps an epoch; its weights in the end."""
+    keras.utils.set_random_seed(0)
+    ids = keras.Input([9], dtype="int32")
+    embedded = keras.layers.Embedding(VOCABULARY, HIDDEN)(ids)
+    attention = SelfAttention(HIDDEN, HEADS, kernel_transformation="softmax", causal=True, redraw_interval=2, seed=1)
+    model = compile_model(keras.Model(ids, keras.layers.Dense(VOCABULARY)(attention(embedded))))
+
+    def kill(batch, logs):
+        if batch == 1 and int(model.optimizer.iterations) > 3 * int(killed_in_epoch):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    callbacks = [RedrawProjections(), keras.callbacks.BackupAndRestore(folder)]
+    if killed_in_epoch is not None:
+        callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=kill))
+    model.fit(*text_batch(12, 9), batch_size=4, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    assert int(attention.draws) == 7
+    return model.get_weights()
+
+
+def test_redrawing_goes_on_after_a_kill(tmp_path):
+    expected = fit_with_backup(tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    with pytest.raises(AssertionError):
+        run_in_fresh_process("test_training", "fit_with_backup", str(folder), "2")
+    assert any(folder.iterdir()), "killed before the first backup"
+    for weight, truth in zip(fit_with_backup(folder), expected, strict=True):
+        assert_close(weight, truth, 1e-6)

@@ -3,7 +3,7 @@ import math
 import keras
 import tensorflow as tf
 
-from favor_keras.layers.masks import checked_mask, log_scale_of, zero_where_masked
+from favor_keras.layers.masks import log_scale_of, zero_where_masked
 from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer
 from favor_keras.ops.delta_rule import delta_rule
 from favor_keras.ops.dpfp import dpfp
@@ -212,10 +212,7 @@ class FastWeightsAttention(MultiHeadMixer):
         # Keras hands an implicit mask over as `mask`, or as `inputs_mask` once there is a cache.
         mask = inputs_mask if mask is None else mask
         self._check_cache(cache)
-        inputs = tf.cast(inputs, self.compute_dtype)
-        mask = checked_mask(mask, inputs, "mask")
-        # A strength of 0 keeps every finite key out of the memory, but 0 times infinity is not 0.
-        inputs = zero_where_masked(inputs, mask)
+        inputs, mask = self._masked("mask", inputs, mask)
         history = {name: cache[name] for name in cache or {} if name in HISTORY_NAMES}
         query, query_inputs = self._project("query", inputs, mask, history)
         key, key_inputs = self._project("key", inputs, mask, history)
@@ -259,7 +256,8 @@ class FastWeightsAttention(MultiHeadMixer):
                 initial_state=None if cache is None else {name: cache[name] for name in STATE_NAMES},
                 return_state=True,
             )
-        beta = zero_where_masked(tf.sigmoid(self.beta_dense(inputs)), mask)
+        beta = tf.sigmoid(tf.cast(self.beta_dense(inputs), self._state_dtype))
+        beta = zero_where_masked(beta, mask)
         log_decay = zero_where_masked(self._log_decay(inputs), mask) if self.use_decay else None
         read, fast_weights = delta_rule(
             query,

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from favor_keras.layers.arguments import check_size_or_zero
 from favor_keras.layers.key_value_cache import append_keys, written_mask
-from favor_keras.layers.masks import checked_mask, key_bias, log_scale_of, zero_where_masked
+from favor_keras.layers.masks import key_bias, log_scale_of, zero_where_masked
 from favor_keras.layers.multi_head_mixer import HISTORY_NAMES, MultiHeadMixer
 from favor_keras.ops.attention import kernel_attention
 from favor_keras.ops.kernels import KernelTransformation, get_kernel, serialize_kernel
@@ -211,12 +211,10 @@ class FavorAttention(MultiHeadMixer):
                 f"{self.name}: redraw_interval={self.redraw_interval} needs the callback RedrawProjections in fit, "
                 "or redraw() in your own training loop"
             )
-        query = tf.cast(query, self.compute_dtype)
+        query, query_mask = self._masked("query_mask", query, query_mask)
         if source is None:
             source = tf.zeros([tf.shape(query)[0], 0, self.key_dense.kernel.shape[0]], self.compute_dtype)
-        source = tf.cast(source, self.compute_dtype)
-        query_mask = checked_mask(query_mask, query, "query_mask")
-        source_mask = checked_mask(source_mask, source, "source_mask")
+        source, source_mask = self._masked("source_mask", source, source_mask)
         key_log_scale = None if source_mask is None else log_scale_of(source_mask, self._state_dtype)
         if bias is not None:
             bias = key_bias(bias, source, self.causal, self._state_dtype)
@@ -308,8 +306,7 @@ class FavorAttention(MultiHeadMixer):
                 f"built={self.built}"
             )
         self._check_kernel_object()
-        source = tf.cast(source, self.compute_dtype)
-        mask = checked_mask(source_mask, source, "source_mask")
+        source, mask = self._masked("source_mask", source, source_mask)
         bias = 0.0 if bias is None else key_bias(bias, source, self.causal, self._state_dtype)
         key, value = (self._project(name, source, mask, {})[0] for name in ("key", "value"))
         batch_size = tf.shape(source)[0]

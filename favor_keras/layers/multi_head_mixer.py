@@ -5,6 +5,7 @@ import keras
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed, check_size_or_zero
+from favor_keras.layers.masks import checked_mask, zero_where_masked
 from favor_keras.layers.short_convolution import ShortConvolution
 
 HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
@@ -134,6 +135,15 @@ class MultiHeadMixer(keras.layers.Layer):
             trainable=False,
             autocast=False,
         )
+
+    def _masked(self, name, inputs, mask):
+        """The inputs in the compute dtype, 0 where their mask leaves them out; and the mask, checked.
+
+        A weight of 0 keeps every finite input out of the sums, but 0 times NaN or infinity is not 0.
+        """
+        inputs = tf.cast(inputs, self.compute_dtype)
+        mask = checked_mask(mask, inputs, name)
+        return zero_where_masked(inputs, mask), mask
 
     def _project(self, name, inputs, mask, history):
         """The heads [B, T, H, D] of `inputs`, and what the short convolution must remember."""

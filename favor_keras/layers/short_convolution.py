@@ -4,6 +4,7 @@ import tensorflow as tf
 from favor_keras.layers.arguments import check_positive
 from favor_keras.layers.masks import checked_mask, zero_where_masked
 from favor_keras.ops.causal_convolution import causal_convolution
+from favor_keras.ops.precision import full_precision
 
 
 @keras.saving.register_keras_serializable(package="favor_keras")
@@ -62,6 +63,7 @@ class ShortConvolution(keras.layers.Layer):
     def call(self, inputs, mask=None, history=None):
         inputs = tf.cast(inputs, self.compute_dtype)
         mask = checked_mask(mask, inputs, "mask")
+        inputs = zero_where_masked(inputs, mask)
         if history is None:
             history = tf.zeros([tf.shape(inputs)[0], self.width - 1, inputs.shape[-1]], inputs.dtype)
         history = tf.cast(history, inputs.dtype)
@@ -81,7 +83,9 @@ class ShortConvolution(keras.layers.Layer):
         return zero_where_masked(outputs, mask), tf.gather(inputs, last, batch_dims=1)
 
     def _convolve(self, inputs):
-        return tf.nn.silu(causal_convolution(inputs, tf.cast(self.kernel, inputs.dtype)))
+        dtype = full_precision(inputs)
+        outputs = causal_convolution(tf.cast(inputs, dtype), tf.cast(self.kernel, dtype))
+        return tf.cast(tf.nn.silu(outputs), inputs.dtype)
 
     def compute_output_shape(self, inputs_shape, mask_shape=None, history_shape=None):
         return tuple(inputs_shape), (inputs_shape[0], self.width - 1, inputs_shape[-1])

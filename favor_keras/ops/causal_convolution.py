@@ -7,19 +7,23 @@ anew. Its gradient is the same sum with the kernel turned round, which pads once
 
 import tensorflow as tf
 
+from favor_keras.ops.precision import full_precision
+
 
 def causal_convolution(inputs, kernel):
     """y_t = sum_{i < W} kernel_i * x_{t + i}, with the W - 1 positions before the first in front.
+
+    Computed in float64 for float64 inputs and in float32 otherwise.
 
     Args:
         inputs: x, [B, T + W - 1, channels].
         kernel: [W, channels], in the dtype of `inputs`.
 
     Returns:
-        [B, T, channels].
+        [B, T, channels], in the dtype of `inputs`.
 
     Raises:
-        ValueError: for other shapes, or fewer than W - 1 positions.
+        ValueError: for other shapes or dtypes, or fewer than W - 1 positions.
 
     Example:
 
@@ -35,6 +39,10 @@ def causal_convolution(inputs, kernel):
         raise ValueError(
             "inputs must be [batch, length, channels] and kernel [width, channels], "
             f"received {inputs.shape} and {kernel.shape}"
+        )
+    if inputs.dtype != kernel.dtype:
+        raise ValueError(
+            f"inputs and kernel must have one dtype, received {inputs.dtype.name} and {kernel.dtype.name}"
         )
     width = kernel.shape[0]
     if inputs.shape[1] is not None and inputs.shape[1] < width - 1:
@@ -55,7 +63,8 @@ def causal_convolution(inputs, kernel):
 
         return convolve(inputs, kernel), gradient
 
-    outputs = convolution(inputs, kernel)
+    dtype = full_precision(inputs)
+    outputs = tf.cast(convolution(tf.cast(inputs, dtype), tf.cast(kernel, dtype)), inputs.dtype)
     known_length = None if inputs.shape[1] is None else inputs.shape[1] - width + 1
     outputs.set_shape([inputs.shape[0], known_length, inputs.shape[2]])
     return outputs
