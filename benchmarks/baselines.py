@@ -1,6 +1,6 @@
 """Other ways to compute what the library computes, written for comparison only.
 
-The first two take features and values with the time first, [T, B, H, M] and [T, B, H, D], because that is the
+Of those for causal linear attention the first two take features and values with the time first, [T, B, H, M] and [T, B, H, D], because that is the
 layout in which they are fastest. All compute
 
     o_i = sum_{j<=i} (q_i . k_j) v_j / sum_{j<=i} q_i . k_j.
@@ -85,3 +85,31 @@ def quadratic_attention(query_features, key_features, value):
     weights = tf.linalg.band_part(tf.einsum("bthm,bshm->bhts", query_features, key_features), -1, 0)
     output = tf.einsum("bhts,bshd->bthd", weights, value)
     return output / tf.transpose(tf.reduce_sum(weights, axis=-1), [0, 2, 1])[..., None]
+
+
+def scan_delta_rule(query, key, value, beta):
+    """The delta rule from the zero state, by `tf.scan` over the tokens.
+
+        S_t = S_{t-1} + k_t (beta_t (v_t - S_{t-1}^T k_t))^T,    y_t = S_t^T q_t
+
+    Args:
+        query, key: [B, T, H, K].
+        value: [B, T, H, D], of the dtype of `query` and `key`.
+        beta: [B, T, H], of the same dtype.
+
+    Returns:
+        The output [B, T, H, D].
+    """
+
+    def step(carried, token):
+        state, _ = carried
+        query, key, value, beta = token
+        error = value - tf.linalg.matvec(state, key, transpose_a=True)
+        state += key[..., :, None] * (beta[..., None] * error)[..., None, :]
+        return state, tf.linalg.matvec(state, query, transpose_a=True)
+
+    batch_size, _, num_heads, key_size = tf.unstack(tf.shape(key))
+    state = tf.zeros([batch_size, num_heads, key_size, tf.shape(value)[3]], value.dtype)
+    tokens = [tf.transpose(x, [1, 0, *range(2, x.shape.rank)]) for x in (query, key, value, beta)]
+    _, outputs = tf.scan(step, tokens, initializer=(state, tf.zeros_like(value[:, 0])))
+    return tf.transpose(outputs, [1, 0, 2, 3])

@@ -1,4 +1,4 @@
-"""FastWeightsAttention: its weights, arguments, config, dropout, saving, training and generation."""
+"""FastWeightsAttention: its weights, arguments, config, dropout, training and generation."""
 
 import inspect
 
@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import WAYS, RoundTrip, assert_same_after_reloading, normal, run_in_fresh_process
+from harness import normal, run_in_fresh_process
 from oracles import assert_close
 from test_causal_lm import greedy_without_cache
-from test_fast_weights_layer import HEADS, HIDDEN, SIZE, VARIANTS, make_layer, variants, weights_of
+from test_fast_weights_layer import HEADS, HIDDEN, SIZE, make_layer, variants, weights_of
 from test_training import VOCABULARY, compile_model, losses_of_fit, text_batch
 
 from favor_keras import CausalLM, FastWeightsAttention, SelfAttention
@@ -81,6 +81,7 @@ def test_A6_S17_the_projection_comes_from_the_seed_and_is_not_trained():
 
 # Arguments and config.
 
+# Regularizers hold tensors, which would start TensorFlow before `train_on_two_devices` has set its devices.
 OTHER_SETTINGS = {
     "hidden_size": 24,
     "num_heads": 2,
@@ -96,9 +97,9 @@ OTHER_SETTINGS = {
     "use_bias": True,
     "kernel_initializer": keras.initializers.RandomUniform(0.5, 0.6),
     "bias_initializer": keras.initializers.Constant(0.25),
-    "kernel_regularizer": keras.regularizers.L2(0.5),
-    "bias_regularizer": keras.regularizers.L1(0.25),
-    "activity_regularizer": keras.regularizers.L2(0.125),
+    "kernel_regularizer": {"class_name": "L2", "config": {"l2": 0.5}},
+    "bias_regularizer": {"class_name": "L1", "config": {"l1": 0.25}},
+    "activity_regularizer": {"class_name": "L2", "config": {"l2": 0.125}},
     "kernel_constraint": keras.constraints.NonNeg(),
     "bias_constraint": keras.constraints.MaxNorm(0.1),
     "seed": 7,
@@ -313,39 +314,6 @@ def test_bad_arguments_of_the_block_are_refused(options, message):
         DecoderBlock(**{**settings, **options})
 
 
-# Saving.
-
-SHAPES = [(2, 5), (3, 70)]
-
-
-@pytest.fixture(scope="module")
-def reloaded(tmp_path_factory):
-    """What a fresh process computes with saved layers and a block."""
-    keras.utils.set_random_seed(0)
-    round_trip = RoundTrip(tmp_path_factory.mktemp("round_trip"))
-    x = keras.Input([None, SIZE])
-    masked = keras.layers.Masking()(x)
-    options = {"attention_dropout": 0.1}
-    outputs = [
-        FastWeightsAttention(HIDDEN, HEADS, **{**VARIANTS[name], **options})(masked)
-        for name in ("gated", "relu_normalized_sum")
-    ]
-    mixer = FastWeightsAttention(HIDDEN, HEADS, feature_map="softmax")
-    block = DecoderBlock(mixer, 16, normalize_mixer_input=False, activation="relu")
-    examples = []
-    for shape in SHAPES:
-        example = np.array(normal(*shape, SIZE))
-        example[:, 1:2] = example[:, 60:] = 0
-        examples.append((example,))
-    round_trip.add("layers", keras.Model(x, [*outputs, block(outputs[0])]), examples)
-    return round_trip.run()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_S1_S3_S5_S6_S11_S12_reloaded_layers_are_the_same(reloaded, way):
-    assert_same_after_reloading(reloaded, way, "layers")
-
-
 # Training.
 
 
@@ -383,10 +351,10 @@ def test_N4_D13_a_trained_model_decodes_like_the_whole_text_and_survives_large_w
         return losses
 
     assert train(100)[-1] < 0.9 * np.log(VOCABULARY - 1)
-    text = text_batch(1, 200, seed=9)[0]
+    text = text_batch(1, 100, seed=9)[0]
     step = tf.function(lambda ids, cache: model(ids, cache=cache), autograph=False)
     cache, logits = model.init_cache(1), []
-    for t in range(200):
+    for t in range(100):
         new, cache = step(text[:, t : t + 1], cache)
         logits.append(new)
     logits, expected = tf.concat(logits, axis=1), model(text)

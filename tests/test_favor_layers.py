@@ -305,6 +305,35 @@ def test_M9_huge_values_behind_the_mask_change_nothing(kernel, causal):
     assert np.array_equal(layer(huge, mask=mask), layer(inputs, mask=mask))
 
 
+@pytest.mark.parametrize("convolution", [0, 4], ids=["plain", "convolution"])
+@causal_or_not
+@kernels
+@both_layers
+def test_M9_nothing_behind_the_masks_reaches_outputs_or_gradients(layer_class, kernel, causal, convolution):
+    layer = make_layer(kernel, layer_class, causal=causal, short_convolution=convolution)
+    inputs, mask = inputs_for(layer), np.array([[1, 0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1, 1]], bool)
+    masks = [mask] if layer_class is SelfAttention else [mask, mask[::-1]]
+    names = ["mask"] if layer_class is SelfAttention else ["query_mask", "source_mask"]
+
+    def results(content):
+        filled = tuple(tf.where(m[..., None], x, content[: x.shape[-1]]) for x, m in zip(inputs, masks))
+        return value_and_gradients(lambda *x: layer(*x, **dict(zip(names, masks))), filled, layer.trainable_variables)
+
+    content = tf.constant([np.nan, np.inf, 1e6, -np.inf, 1e30, -1e6])
+    for result, expected in zip(tf.nest.flatten(results(content)), tf.nest.flatten(results(tf.zeros(SIZE)))):
+        assert np.array_equal(result, expected)
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relu"])
+def test_M9_nothing_behind_the_mask_reaches_the_cache_of_a_source(kernel):
+    layer = make_layer(kernel, FavorAttention)
+    _, source = inputs_for(layer)
+    mask = np.array([[1, 0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1, 1]], bool)
+    caches = [layer.source_cache(tf.where(mask[..., None], source, x), source_mask=mask) for x in (np.nan, 0.0)]
+    for name, tensor in caches[0].items():
+        assert np.array_equal(tensor, caches[1][name]), name
+
+
 @both_layers
 @kernels
 def test_M15_a_sample_that_is_all_masked_gives_zeros_and_finite_gradients(kernel, layer_class):

@@ -6,13 +6,20 @@ import pytest
 import tensorflow as tf
 from harness import TOLERANCES, WAYS, RoundTrip, assert_same_after_reloading, normal
 from oracles import assert_close
+from test_fast_weights_layer import VARIANTS
 
-from favor_keras import CausalLM, FavorAttention, SelfAttention
+from favor_keras import CausalLM, FastWeightsAttention, FavorAttention, SelfAttention
 from favor_keras.models import DecoderBlock
 
 SIZE, SOURCE_SIZE, HIDDEN, HEADS = 6, 5, 12, 3
 # Batches and lengths other than the first: one token, less than a chunk, more than a chunk.
 SHAPES = [(2, 5, 4), (1, 1, 1), (5, 33, 7), (2, 70, 9)]
+LANGUAGE_MODELS = {
+    "language_model": {"position_embedding": True},
+    # The norm of what a head reads, which can be small, makes the rounding of float32 graphs larger than 1e-6.
+    "fast_weights_language_model": {"mixer": "fast_weights", "position_embedding": True, "dtype": "float64"},
+    "gmlp_language_model": {"mixer": "gmlp"},
+}
 
 
 def layers_model():
@@ -27,6 +34,28 @@ def layers_model():
         HIDDEN, HEADS, projection_matrix_type="givens", nb_random_features=7, **options
     )
     return keras.Model([x, source], [self_attention(masked), cross_attention(masked, masked_source)])
+
+
+def fast_weights_model():
+    """Two layers that have most options between them, and a block, on inputs that are masked where they are zero."""
+    x = keras.Input([None, SIZE])
+    masked = keras.layers.Masking()(x)
+    outputs = [
+        FastWeightsAttention(HIDDEN, HEADS, attention_dropout=0.1, **VARIANTS[variant])(masked)
+        for variant in ("gated", "relu_normalized_sum")
+    ]
+    mixer = FastWeightsAttention(HIDDEN, HEADS, feature_map="softmax")
+    block = DecoderBlock(mixer, 16, normalize_mixer_input=False, activation="relu")
+    return keras.Model(x, [*outputs, block(outputs[0])])
+
+
+def language_model(**options):
+    settings = {"hidden_size": HIDDEN, "num_layers": 1, "num_heads": HEADS, "dropout": 0.1, "max_length": 80}
+    model = CausalLM(9, **settings, **options)
+    model.build((None, None))
+    model.embedding.embeddings.assign(20 * model.embedding.embeddings)
+    model.generate(np.ones([1, 2], "int32"), 2)
+    return model
 
 
 def masked_examples():
@@ -49,16 +78,15 @@ def saved(tmp_path_factory):
     x = keras.Input([None, SIZE])
     mixed = keras.Model(x, SelfAttention(HIDDEN, HEADS, causal=True, dtype="mixed_bfloat16")(x))
     round_trip.add("mixed", mixed, [example[:1] for example in masked_examples()])
-    model = CausalLM(9, hidden_size=HIDDEN, num_layers=1, num_heads=HEADS, dropout=0.1, max_length=80, position_embedding=True)
-    model.build((None, None))
-    model.embedding.embeddings.assign(20 * model.embedding.embeddings)
-    model.generate(np.ones([1, 2], "int32"), 2)
+    round_trip.add("fast_weights", fast_weights_model(), [example[:1] for example in masked_examples()[::3]])
     ids = [(np.random.default_rng(0).integers(9, size=shape[:2]).astype("int32"),) for shape in SHAPES]
-    round_trip.add("language_model", model, ids, input_signature=[keras.InputSpec(shape=(None, None), dtype="int32")])
+    signature = [keras.InputSpec(shape=(None, None), dtype="int32")]
+    for name, options in LANGUAGE_MODELS.items():
+        round_trip.add(name, language_model(**options), ids, input_signature=signature)
     return round_trip, round_trip.run()
 
 
-@pytest.mark.parametrize("name", ["float32", "language_model", "mixed"])
+@pytest.mark.parametrize("name", ["float32", "mixed", "fast_weights", *LANGUAGE_MODELS])
 @pytest.mark.parametrize("way", WAYS)
 def test_S1_S3_S5_S6_S11_S12_M11_reloaded_models_are_the_same(saved, way, name):
     # A graph does not round the half-precision numbers inside at the same places.
@@ -83,7 +111,8 @@ def test_S2_nothing_is_assigned_to_in_the_served_graph(saved):
     for name in round_trip.models:
         graph = tf.saved_model.load(str(round_trip.folder / name / "export")).signatures["serve"].graph.as_graph_def()
         types = {node.op for function in graph.library.function for node in function.node_def}
-        assert "TensorListStack" in types or "StatelessWhile" in types or "While" in types, "the search sees the loop"
+        has_loop = name != "gmlp_language_model"
+        assert not has_loop or types & {"TensorListStack", "StatelessWhile", "While"}, "the search sees the loop"
         assert not {t for t in types if "Assign" in t or t in ("Qr", "Svd")}
 
 

@@ -121,6 +121,32 @@ def test_M2_layer_passes_over_padding(policy):
     )
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_P1_half_precision_is_rounded_once(policy):
+    layer = ShortConvolution(4, dtype=policy)
+    inputs = tf.cast(normal(2, 50, 30), layer.compute_dtype)
+    outputs, _ = layer(inputs)
+    kernel = tf.cast(layer.kernel, layer.compute_dtype)
+    inputs, kernel, outputs = (np.float64(tf.cast(x, "float32")) for x in (inputs, kernel, outputs))
+    exact, _ = naive_short_convolution(inputs, kernel)
+    unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[layer.compute_dtype]
+    error = np.abs(outputs - exact)
+    assert np.all(error <= 0.501 * unit * np.abs(exact) + 1e-7)
+
+
+def test_M9_nothing_behind_the_mask_reaches_outputs_or_gradients():
+    layer, inputs = ShortConvolution(4), normal(2, 7, 3)
+    layer.build([None, None, 3])
+    mask = padding_masks(2, 4, 3)["interior"]
+
+    def results(content):
+        filled = tf.where(mask[..., None], inputs, content)
+        return value_and_gradients(lambda x: layer(x, mask=mask), (filled,), layer.trainable_variables)
+
+    for result, expected in zip(tf.nest.flatten(results(np.nan)), tf.nest.flatten(results(0.0))):
+        assert np.array_equal(result, expected)
+
+
 @widths
 def test_D2_pieces_of_padded_rows_equal_the_whole(width):
     layer, inputs = ShortConvolution(width), normal(3, 10, 2)
@@ -192,3 +218,8 @@ def test_A1_inputs_of_another_rank_are_refused(shape):
 def test_shapes_that_the_op_cannot_convolve_are_refused(inputs_shape, kernel_shape):
     with pytest.raises(ValueError, match="kernel|inputs"):
         causal_convolution(normal(*inputs_shape), normal(*kernel_shape))
+
+
+def test_inputs_and_kernel_of_two_dtypes_are_refused():
+    with pytest.raises(ValueError, match="inputs and kernel must have one dtype, received float32 and bfloat16"):
+        causal_convolution(normal(2, 9, 3), tf.cast(normal(4, 3), "bfloat16"))

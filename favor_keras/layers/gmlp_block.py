@@ -16,7 +16,8 @@ from favor_keras.layers.spatial_gating_unit import (
 )
 from favor_keras.layers.tiny_attention import TinyAttention
 from favor_keras.ops.kernels import serialize_kernel
-from favor_keras.ops.spatial_gating import STATE_NAMES, check_length, checked_mask, checked_visibility_mask
+from favor_keras.ops.masks import checked_mask
+from favor_keras.ops.spatial_gating import STATE_NAMES, check_length, checked_visibility_mask
 
 HISTORY_NAME = "convolution_inputs"
 

@@ -5,8 +5,10 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from favor_keras.ops.masks import checked_mask
 
-def checked_mask(mask, tensor, name):
+
+def checked_key_mask(mask, tensor, name):
     """`mask` as a boolean tensor [B, S] that fits `tensor` [B, S, ...]; None stays None.
 
     Raises:
@@ -18,14 +20,10 @@ def checked_mask(mask, tensor, name):
     mask = tf.convert_to_tensor(mask)
     if mask.shape.rank != 2 or not mask.shape.is_compatible_with(tensor.shape[:2]):
         raise ValueError(
-            f"{name} must have the shape [batch, length] = {tensor.shape[:2]}, received {mask.shape}: one "
-            "number per position; a mask over pairs of positions needs exact attention"
+            f"{name} must have the shape [batch, length] = {tensor.shape[:2]}, one number per position (a mask over "
+            f"pairs of positions needs exact attention), received {mask.shape}"
         )
-    if tf.executing_eagerly() and not bool(
-        tf.reduce_all((mask == tf.cast(True, mask.dtype)) | (mask == tf.cast(False, mask.dtype)))
-    ):
-        raise ValueError(f"{name} must contain only 1 (keep) and 0 (leave out), received other numbers")
-    return tf.cast(mask, tf.bool)
+    return checked_mask(mask, name, tensor.shape[:2])
 
 
 def key_bias(bias, source, causal, dtype):

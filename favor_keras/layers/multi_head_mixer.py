@@ -5,7 +5,7 @@ import keras
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed, check_size_or_zero
-from favor_keras.layers.masks import checked_mask, zero_where_masked
+from favor_keras.layers.masks import checked_key_mask, zero_where_masked
 from favor_keras.layers.short_convolution import ShortConvolution
 
 HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
@@ -142,7 +142,7 @@ class MultiHeadMixer(keras.layers.Layer):
         A weight of 0 keeps every finite input out of the sums, but 0 times NaN or infinity is not 0.
         """
         inputs = tf.cast(inputs, self.compute_dtype)
-        mask = checked_mask(mask, inputs, name)
+        mask = checked_key_mask(mask, inputs, name)
         return zero_where_masked(inputs, mask), mask
 
     def _project(self, name, inputs, mask, history):

@@ -2,7 +2,7 @@ import keras
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive
-from favor_keras.layers.masks import checked_mask, zero_where_masked
+from favor_keras.layers.masks import checked_key_mask, zero_where_masked
 from favor_keras.ops.causal_convolution import causal_convolution
 from favor_keras.ops.precision import full_precision
 
@@ -62,7 +62,7 @@ class ShortConvolution(keras.layers.Layer):
 
     def call(self, inputs, mask=None, history=None):
         inputs = tf.cast(inputs, self.compute_dtype)
-        mask = checked_mask(mask, inputs, "mask")
+        mask = checked_key_mask(mask, inputs, "mask")
         inputs = zero_where_masked(inputs, mask)
         if history is None:
             history = tf.zeros([tf.shape(inputs)[0], self.width - 1, inputs.shape[-1]], inputs.dtype)

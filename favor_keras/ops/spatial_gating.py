@@ -19,6 +19,7 @@ mask over pairs: then each takes the rows of W that it needs, [H, B, T, S].
 
 import tensorflow as tf
 
+from favor_keras.ops.masks import checked_mask
 from favor_keras.ops.precision import full_precision
 
 # Smaller blocks save more of the upper triangle, but are slower than what they save.
@@ -246,26 +247,6 @@ def _split_heads(x, num_heads):
 
 def _length(x):
     return tf.shape(x)[1] if x.shape[1] is None else x.shape[1]
-
-
-def checked_mask(mask, name, *shapes):
-    """`mask` as a boolean tensor of one of the shapes; None stays None.
-
-    Raises:
-        ValueError: for another shape, or numbers other than 0 and 1 (in eager mode only).
-    """
-    if mask is None:
-        return None
-    mask = tf.convert_to_tensor(mask)
-    if not any(mask.shape.is_compatible_with(shape) and mask.shape.rank for shape in shapes):
-        expected = " or ".join(str(tf.TensorShape(shape)) for shape in shapes)
-        raise ValueError(f"{name} must have the shape {expected}, received {mask.shape}")
-    if mask.dtype == tf.bool:
-        return mask
-    as_boolean = tf.cast(mask, tf.bool)
-    if tf.executing_eagerly() and not bool(tf.reduce_all(tf.cast(as_boolean, mask.dtype) == mask)):
-        raise ValueError(f"{name} must contain only 1 (keep) and 0 (leave out), received other numbers")
-    return as_boolean
 
 
 def checked_visibility_mask(mask, x):
