@@ -27,7 +27,7 @@ import matplotlib.ticker  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from favor_keras import CausalLM  # noqa: E402
+from favor_keras import CausalLM, RedrawProjections  # noqa: E402
 from favor_keras.models.mixers import BLOCKS, MIXERS  # noqa: E402
 from presets import PRESETS  # noqa: E402
 
@@ -195,6 +195,8 @@ def check_text(text, args):
             )
     if "\0" in text:
         raise ValueError(f"--data: {args.data!r} has NUL characters, it is not text")
+    if len(set(text)) == 1:
+        raise ValueError(f"--data: {args.data!r} has one character only, over and over: there is nothing to learn")
     unknown = sorted(set(args.prompt) - set(text))
     if unknown:
         raise ValueError(f"--prompt must only use characters of the text, which does not have {unknown}")
@@ -290,6 +292,7 @@ def train(model, training, validation, run_dir, args):
             keras.callbacks.ModelCheckpoint(run_dir / "model.keras", monitor="val_loss", save_best_only=True),
             keras.callbacks.CSVLogger(run_dir / "history.csv"),
             keras.callbacks.TerminateOnNaN(),
+            *([RedrawProjections()] if args.mixer_options.get("redraw_interval") else []),
         ],
         shuffle=False,  # the windows are at random places already
         verbose=1 if sys.stdout.isatty() else 2,

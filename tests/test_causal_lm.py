@@ -484,3 +484,46 @@ def test_H13_block_is_symbolic():
     assert (output.shape, output.dtype) == ((None, None, HIDDEN), "float16")
     assert {n: (c.shape, c.dtype) for n, c in new_cache.items()} == {n: (c.shape, "float32") for n, c in cache.items()}
     assert block(x).shape == block.compute_output_shape(x.shape) == (None, None, HIDDEN)
+
+
+# Faults that a user met
+
+
+def test_mixers_that_see_the_future_are_refused():
+    with pytest.raises(ValueError, match="mixer must make causal layers"):
+        CausalLM(9, hidden_size=8, num_layers=1, num_heads=2, mixer=SelfAttention)
+
+
+@pytest.mark.parametrize("mixer", ["favor", "gmlp"])
+def test_a_new_model_generates_and_makes_caches_without_a_call_before(mixer):
+    options = {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "mixer": mixer, "max_length": 9}
+    assert CausalLM(9, **options).init_cache(3)["position"].shape == [3]
+    assert CausalLM(9, **options).generate(np.ones([1, 3], "int32"), 2).shape == [1, 5]
+
+
+def test_seeds_of_more_than_32_bits_differ_and_longer_ones_are_refused():
+    model, prompt = CausalLM(9, hidden_size=8, num_layers=1, num_heads=2, seed=0), np.ones([1, 3], "int32")
+    first, again, other = (model.generate(prompt, 20, seed=seed).numpy() for seed in (2**40, 2**40, 2**41))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    with pytest.raises(ValueError, match="seed must have at most 63 bits"):
+        model.generate(prompt, 2, seed=2**70)
+
+
+def test_generates_in_a_graph_of_unknown_length_unless_there_is_a_limit():
+    prompt, options = np.ones([1, 3], "int32"), {"hidden_size": 8, "num_layers": 1, "num_heads": 2, "seed": 0}
+
+    def in_graph(model):
+        generate = lambda ids: model.generate(ids, 4, temperature=0)  # noqa: E731
+        return tf.function(generate, input_signature=[tf.TensorSpec([None, None], tf.int32)])(prompt)
+
+    model = CausalLM(9, **options)
+    assert np.array_equal(in_graph(model), model.generate(prompt, 4, temperature=0))
+    with pytest.raises(ValueError, match="token_ids must have a known length"):
+        in_graph(CausalLM(9, max_length=9, **options))
+
+
+def test_no_new_tokens_leave_the_cache_alone():
+    model = CausalLM(9, hidden_size=8, num_layers=1, num_heads=2, max_length=4, position_embedding=True)
+    _, cache = model(np.ones([1, 2], "int32"), cache=model.init_cache(1))
+    logits, same = model(np.ones([1, 0], "int32"), cache=cache)
+    assert logits.shape == [1, 0, 9] and same["position"] == 2

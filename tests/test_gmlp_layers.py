@@ -776,3 +776,13 @@ def test_caches_of_other_layers_are_refused():
         make_block(causal=False)(inputs, cache=make_block().init_cache(2))
     with pytest.raises(ValueError, match="needs a built layer"):
         GMLPBlock(8, 8, causal=True).init_cache(2)
+
+
+@all_options
+def test_no_positions_give_none_and_leave_the_cache_alone(option):
+    block, inputs = make_block(option), normal(2, 3, SIZE)
+    assert block(inputs[:, :0]).shape == [2, 0, SIZE]
+    _, cache = block(inputs, cache=block.init_cache(2))
+    output, same = block(inputs[:, :0], cache=cache)
+    assert output.shape == [2, 0, SIZE]
+    assert_same_cache(same, cache, 1e-6)

@@ -223,3 +223,10 @@ def test_shapes_that_the_op_cannot_convolve_are_refused(inputs_shape, kernel_sha
 def test_inputs_and_kernel_of_two_dtypes_are_refused():
     with pytest.raises(ValueError, match="inputs and kernel must have one dtype, received float32 and bfloat16"):
         causal_convolution(normal(2, 9, 3), tf.cast(normal(4, 3), "bfloat16"))
+
+
+def test_no_positions_leave_the_history_alone():
+    layer = ShortConvolution(4)
+    _, history = layer(normal(2, 5, 6), mask=np.ones([2, 5], bool))
+    outputs, same = layer(normal(2, 0, 6), mask=np.ones([2, 0], bool), history=history)
+    assert outputs.shape == [2, 0, 6] and np.array_equal(same, history)

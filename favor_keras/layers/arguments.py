@@ -19,6 +19,8 @@ def check_probability(name, value):
 def check_seed(value):
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise ValueError(f"seed must be an integer or None, received {value!r}")
+    if value is not None and abs(value) >= 2**63:
+        raise ValueError(f"seed must have at most 63 bits, received {value}")
 
 
 def check_size_or_zero(name, value):

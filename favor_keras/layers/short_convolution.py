@@ -79,7 +79,7 @@ class ShortConvolution(keras.layers.Layer):
         inputs = tf.concat([history, tf.gather(inputs, kept_first, batch_dims=1)], axis=1)
         place = tf.cumsum(tf.cast(mask, tf.int32), axis=1)
         outputs = tf.gather(self._convolve(inputs), tf.maximum(place - 1, 0), batch_dims=1)
-        last = place[:, -1:] + tf.range(self.width - 1)
+        last = tf.reduce_sum(tf.cast(mask, tf.int32), axis=1, keepdims=True) + tf.range(self.width - 1)
         return zero_where_masked(outputs, mask), tf.gather(inputs, last, batch_dims=1)
 
     def _convolve(self, inputs):

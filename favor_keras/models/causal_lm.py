@@ -119,6 +119,8 @@ class CausalLM(keras.Model):
             block_options |= {"seq_len": self.max_length, "depth": (i + 1) / self.num_layers}
             return make_mixer(self.hidden_size, self.num_heads, **options, **block_options, **self.mixer_options)
         mixer = make_mixer(self.hidden_size, self.num_heads, **options, **self.mixer_options)
+        if not getattr(mixer, "causal", True):
+            raise ValueError(f"mixer must make causal layers, received one that makes {mixer.name} with causal=False")
         return DecoderBlock(mixer, self.feed_forward_size or 4 * self.hidden_size, **options, **block_options)
 
     def _check_whole_block(self):
@@ -169,7 +171,7 @@ class CausalLM(keras.Model):
         positions = tf.cumsum(kept, axis=1)
         if cache is not None:
             positions += tf.cast(cache["position"], tf.int32)[:, None]
-            new_cache["position"] = tf.cast(positions[:, -1], "float32")
+            new_cache["position"] = cache["position"] + tf.cast(tf.reduce_sum(kept, axis=1), "float32")
         if tf.executing_eagerly() and int(tf.reduce_max(positions)) > self.max_length:
             raise ValueError(
                 f"cache and token_ids together must have at most max_length={self.max_length} positions, "
@@ -187,6 +189,8 @@ class CausalLM(keras.Model):
             batch_size: an integer or a scalar tensor.
             max_length: the most tokens that will come, for mixers whose cache grows with it.
         """
+        if not self.built:
+            self.build((None, None))
         caches = {block.name: block.init_cache(batch_size, max_length) for block in self.blocks}
         flat = {f"{block}_{name}": tensor for block, cache in caches.items() for name, tensor in cache.items()}
         return flat if self.max_length is None else {**flat, "position": tf.zeros([batch_size])}
@@ -216,25 +220,32 @@ class CausalLM(keras.Model):
         check_seed(seed)
         if not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, received {temperature!r}")
-        length = token_ids.shape[1] + max_new_tokens
-        if self.max_length is not None and length > self.max_length:
-            raise ValueError(
-                f"max_new_tokens: prompt and new tokens together must not exceed max_length={self.max_length}, "
-                f"received {length}"
-            )
+        if self.max_length is not None:
+            self._check_total_length(token_ids.shape[1], max_new_tokens)
+        if not self.built:
+            self.build((None, None))
         if not hasattr(self, "_continue"):
             self._continue = tf.function(self._sample_tokens, reduce_retracing=True)
         seed = random.randint(1, 10**9) if seed is None else seed
         new_ids = self._continue(
-            token_ids, tf.constant(max_new_tokens), tf.constant(float(temperature)), tf.constant(seed)
+            token_ids, tf.constant(max_new_tokens), tf.constant(float(temperature)), tf.constant(seed, tf.int64)
         )
         return tf.concat([token_ids, tf.cast(new_ids, token_ids.dtype)], axis=1)
+
+    def _check_total_length(self, length, max_new_tokens):
+        if length is None:
+            raise ValueError(f"token_ids must have a known length in a model with max_length={self.max_length}")
+        if length + max_new_tokens > self.max_length:
+            raise ValueError(
+                f"max_new_tokens: prompt and new tokens together must not exceed max_length={self.max_length}, "
+                f"received {length + max_new_tokens}"
+            )
 
     def _sample_tokens(self, token_ids, max_new_tokens, temperature, seed):
         def sample(logits, i):
             greedy = tf.argmax(logits, axis=-1)
             warm = logits / tf.maximum(temperature, 1e-6)
-            drawn = tf.random.stateless_categorical(warm, 1, seed=tf.stack([seed, i]))[:, 0]
+            drawn = tf.random.stateless_categorical(warm, 1, seed=tf.stack([seed, tf.cast(i, tf.int64)]))[:, 0]
             return tf.cast(tf.where(temperature > 0, drawn, greedy), tf.int32)
 
         def body(i, last, cache, new_ids):

@@ -94,6 +94,8 @@ def spatial_gating(
             raise ValueError(f"added_gate must have the shape {v.shape} of v, received {added_gate.shape}")
     key_mask = checked_mask(key_mask, "key_mask", v.shape[:2])
     visibility_mask = checked_visibility_mask(visibility_mask, v)
+    if v.shape[1] == 0:
+        return u if initial_state is None else (u, initial_state)
     new_state = None
     if initial_state is not None:
         _check_state(initial_state, v, bias, causal, visibility_mask)
@@ -223,6 +225,8 @@ def sees(places, size):
 
 def put_in_place(buffer, x, start, key_mask):
     """`buffer` [B, n, D], from place `start` [B] on with the positions of x [B, T, D] that are kept."""
+    if x.shape[1] == 0:
+        return buffer
     order = _kept_first(key_mask)
     which = tf.range(tf.shape(buffer)[1]) - start[:, None]
     is_new = (which >= 0) & (which < _count(key_mask)[:, None])
