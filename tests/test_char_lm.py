@@ -209,8 +209,9 @@ def test_a_bad_option_is_one_line(option, value, expected, text_file, tmp_path, 
         (b"", "it has 0"),
         (b"green " * 20, "validation split"),
         (b"green\0" * 1000, "NUL"),
+        (b"g" * 3000, "one character only"),
     ],
-    ids=["missing", "folder", "undecodable", "empty", "short", "binary"],
+    ids=["missing", "folder", "undecodable", "empty", "short", "binary", "constant"],
 )
 def test_bad_data_is_one_line(content, expected, tmp_path, capsys, monkeypatch):
     path = tmp_path / "data"
