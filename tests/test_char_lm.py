@@ -249,7 +249,7 @@ def test_a_run_is_never_overwritten(text_file, tmp_path, capsys, monkeypatch):
 
 def test_default_run_dirs_are_new_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = char_lm.make_parser().parse_args([])
+    _, args = char_lm.parse([])
     run_dirs = [char_lm.make_run_dir(args) for _ in range(3)]
     assert len(set(run_dirs)) == 3 and all(run_dir.is_dir() for run_dir in run_dirs)
 

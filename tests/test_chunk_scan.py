@@ -11,7 +11,6 @@ import tensorflow as tf
 from oracles import assert_close, directional_derivative
 
 from favor_keras.ops import scan_chunks
-from favor_keras.ops.chunk_scan import in_pieces
 
 B, D = 2, 3
 
@@ -98,17 +97,6 @@ def test_equals_the_recurrence_forward_and_backward(length, chunk_size):
     for name, gradient in tape.gradient(loss, tensors).items():
         only = {other: directions[other] * (other == name) for other in directions}
         assert_close(np.sum(gradient * directions[name]), naive_slope(arguments, cotangents, only), 1e-9)
-
-
-@pytest.mark.parametrize("size", [1, 3, 8, 9])
-def test_step_in_pieces_equals_the_step(size):
-    arguments, _, _ = make_arguments(8)
-    total, memory, x, log_gate, matrix, decay = to_tensors(arguments).values()
-    chunk = {"x": x, "log_gate": log_gate}
-    output, state = in_pieces(step, size)((total, memory), chunk, (matrix, decay))
-    expected_output, expected_state = step((total, memory), chunk, (matrix, decay))
-    for result, expected in zip((output, *state), (expected_output, *expected_state), strict=True):
-        assert_close(result, expected, 1e-12)
 
 
 def naive_higher_slopes(arguments, cotangents, directions):

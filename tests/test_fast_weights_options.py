@@ -187,7 +187,7 @@ def test_initializers_biases_regularizers_and_constraints_take_effect():
         ({"causal": False}, "causal"),
     ],
     # Of functions only the type: their addresses are others in every process.
-    ids=lambda x: ", ".join(f"{n}={type(v) if callable(v) else v}" for n, v in x.items()) if isinstance(x, dict) else "",
+    ids=lambda x: x if isinstance(x, str) else ", ".join(f"{n}={type(v) if callable(v) else v}" for n, v in x.items()),
 )
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

@@ -152,7 +152,7 @@ def test_causal_equals_naive_around_the_edges_of_chunks_C8_H7(length):
     check(attend_and_differentiate(*to_tensors(arguments, "float64"), causal=True, chunk_size=3), expected, "float64")
 
 
-def test_long_sequences_of_two_levels_of_chunks_equal_those_of_one():
+def test_long_sequences_are_finite_and_equal_those_in_other_chunks():
     arguments = [to_tensors(part, "float64") for part in make_arguments(65_537, with_state=True)]
     in_graph = tf.function(functools.partial(attend_and_differentiate, causal=True), autograph=False)
     results = in_graph(*arguments)

@@ -145,24 +145,6 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
     return (outputs[0] if outputs else None), tf.nest.pack_sequence_as(arguments[0], state)
 
 
-def in_pieces(step, size):
-    """`step` applied to consecutive pieces of at most `size` tokens of its chunk, whose length must be known.
-
-    So a chunk can be long, which makes for few states between chunks, and its mathematics short.
-    """
-
-    def step_in_pieces(state, chunk, constants):
-        length = tf.nest.flatten(chunk)[0].shape[1]
-        outputs = []
-        for start in range(0, length, size):
-            piece = tf.nest.map_structure(lambda x: x[:, start : start + size], chunk)
-            output, state = step(state, piece, constants)
-            outputs.append(output)
-        return tf.concat(outputs, axis=1), state
-
-    return step_in_pieces
-
-
 class _ChunkGrid:
     """How T tokens are cut into N chunks of C: [B, T, ...] to [B, N, C, ...], [N, B, C, ...] back.
 

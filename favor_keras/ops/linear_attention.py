@@ -25,13 +25,13 @@ import math
 
 import tensorflow as tf
 
-from favor_keras.ops.chunk_scan import in_pieces, scan_chunks
+from favor_keras.ops.chunk_scan import scan_chunks
 from favor_keras.ops.precision import full_precision
 
 # Chunks of 64 are the fastest, with M and D around 64 to 128. A sequence so long that the states between
-# the chunks fill the memory is cut into longer ones, each computed in pieces.
+# the chunks fill the memory is cut into longer ones.
 CAUSAL_CHUNK_SIZE = 64
-LONG_SEQUENCE, LONG_CHUNK_SIZE, LONG_PIECE_SIZE = 32_768, 512, 128
+LONG_SEQUENCE, LONG_CAUSAL_CHUNK_SIZE = 32_768, 128
 NONCAUSAL_CHUNK_SIZE = 1024
 
 STATE_NAMES = ("numerator", "denominator", "log_scale")
@@ -178,10 +178,8 @@ def attend(
     if causal:
         inputs = {**queries, **source}
         is_long = query.shape[1] is not None and query.shape[1] >= LONG_SEQUENCE
-        if is_long and chunk_size is None:
-            long_step = in_pieces(causal_step, LONG_PIECE_SIZE)
-            return scan(long_step, state, inputs, constants, value.dtype, LONG_CHUNK_SIZE)
-        return scan(causal_step, state, inputs, constants, value.dtype, CAUSAL_CHUNK_SIZE)
+        default_chunk_size = LONG_CAUSAL_CHUNK_SIZE if is_long else CAUSAL_CHUNK_SIZE
+        return scan(causal_step, state, inputs, constants, value.dtype, default_chunk_size)
     _, state = scan(absorb_step, state, source, constants, None, NONCAUSAL_CHUNK_SIZE)
     output, _ = scan(read_step, (), queries, (state, constants), value.dtype, NONCAUSAL_CHUNK_SIZE)
     return output, state
