@@ -8,10 +8,8 @@ features those right after the conversion and after the fine-tuning.
 """
 
 import argparse
-import sys
 
 import keras
-import tensorflow as tf
 from char_lm import OneLineParser, consecutive_windows, encode, number, random_windows, read_text
 
 from favor_keras import SelfAttention
@@ -50,7 +48,7 @@ class Layers:
         self.head = keras.layers.Dense(vocabulary_size)
 
     def model(self, attend, block_size):
-        """A compiled model; `attend(layer number, x)` is its attention."""
+        """A model of token ids, whose attention is `attend(number of the block, x)`."""
         token_ids = keras.Input([block_size], dtype="int32")
         x = self.token_embedding(token_ids) + self.position_embedding(keras.ops.arange(block_size))
         for i in range(LAYERS):
@@ -113,4 +111,3 @@ def main(argv=None):
 
 if __name__ == "__main__":
     main()
-    sys.exit(0)

@@ -9,9 +9,16 @@ os.environ.setdefault("AUTOGRAPH_VERBOSITY", "0")
 import functools  # noqa: E402
 import pathlib  # noqa: E402
 
+import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def initial_weights():
+    """Every test has the same initial weights, whichever tests ran before."""
+    keras.utils.set_random_seed(0)
 
 
 @pytest.fixture(scope="session")
