@@ -18,7 +18,6 @@ LANGUAGE_MODELS = {
     "language_model": {"position_embedding": True},
     # The norm of what a head reads, which can be small, makes the rounding of float32 graphs larger than 1e-6.
     "fast_weights_language_model": {"mixer": "fast_weights", "position_embedding": True, "dtype": "float64"},
-    "gmlp_language_model": {"mixer": "gmlp"},
 }
 
 
@@ -79,7 +78,7 @@ def saved(tmp_path_factory):
     mixed = keras.Model(x, SelfAttention(HIDDEN, HEADS, causal=True, dtype="mixed_bfloat16")(x))
     round_trip.add("mixed", mixed, [example[:1] for example in masked_examples()])
     round_trip.add("fast_weights", fast_weights_model(), [example[:1] for example in masked_examples()[::3]])
-    ids = [(np.random.default_rng(0).integers(9, size=shape[:2]).astype("int32"),) for shape in SHAPES]
+    ids = [(np.random.default_rng(0).integers(9, size=shape[:2]).astype("int32"),) for shape in SHAPES[1::2]]
     signature = [keras.InputSpec(shape=(None, None), dtype="int32")]
     for name, options in LANGUAGE_MODELS.items():
         round_trip.add(name, language_model(**options), ids, input_signature=signature)
@@ -111,8 +110,7 @@ def test_S2_nothing_is_assigned_to_in_the_served_graph(saved):
     for name in round_trip.models:
         graph = tf.saved_model.load(str(round_trip.folder / name / "export")).signatures["serve"].graph.as_graph_def()
         types = {node.op for function in graph.library.function for node in function.node_def}
-        has_loop = name != "gmlp_language_model"
-        assert not has_loop or types & {"TensorListStack", "StatelessWhile", "While"}, "the search sees the loop"
+        assert types & {"TensorListStack", "StatelessWhile", "While"}, "the search sees the loop"
         assert not {t for t in types if "Assign" in t or t in ("Qr", "Svd")}
 
 
