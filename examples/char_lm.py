@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -108,7 +109,7 @@ def make_parser():
     add(
         "--temperature",
         type=number(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-        default=0.6,
+        default=0.7,
         help="of the sampling; 0 takes the likeliest character",
     )
     add("--run-dir", type=Path, help="new or empty folder for the results; None takes the next free runs/char_lm-...")
@@ -152,9 +153,11 @@ def read_text(data):
 
 
 def python_docs():
+    """The language reference that Python's help() shows, without drawn tables: a model repeats their rules for ever."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics.values())
+    lines = "\n\n".join(topics.values()).splitlines(keepends=True)
+    return "".join(line for line in lines if not re.fullmatch(r"\s*[|+].*[|+]\s*", line))
 
 
 def tiny_shakespeare():
