@@ -1,6 +1,6 @@
 """What can mix a `CausalLM`'s sequence, by name, with the settings that we recommend."""
 
-from favor_keras.layers import FastWeightsAttention, GMLPBlock, SelfAttention
+from favor_keras.layers import FastWeightsAttention, GMLPBlock, SelfAttention, SoftmaxAttention
 
 
 def favor(hidden_size, num_heads, **options):
@@ -41,7 +41,7 @@ def amlp(hidden_size, num_heads, **options):
 # Whole blocks, with their own residual and instead of a feed-forward network.
 BLOCKS = {"gmlp": gmlp, "amlp": amlp}
 
-MIXERS = {"favor": favor, "fast_weights": fast_weights, **BLOCKS}
+MIXERS = {"favor": favor, "fast_weights": fast_weights, "softmax": SoftmaxAttention, **BLOCKS}
 
 
 def get_mixer(mixer):
