@@ -321,7 +321,7 @@ def sample(model, vocabulary, args):
     length = args.sample_length
     if model.max_length is not None:
         length = min(length, model.max_length - len(args.prompt))
-    return decode(model.generate(prompt, length, args.temperature, args.seed)[0], vocabulary)
+    return decode(model.generate(prompt, length, args.temperature, seed=args.seed)[0], vocabulary)
 
 
 def report(model, validation, vocabulary, best_step, start, run_dir, args):

@@ -18,8 +18,9 @@ except ImportError as error:
 if keras.backend.backend() != "tensorflow":
     raise ImportError(f"{_BACKEND_HELP} The backend is {keras.backend.backend()!r}.")
 
-from favor_keras import layers, models, ops  # noqa: E402
+from favor_keras import layers, models, ops, original_weights  # noqa: E402
 from favor_keras.callbacks import RedrawProjections  # noqa: E402
+from favor_keras.export import export_text_model  # noqa: E402
 from favor_keras.layers import (  # noqa: E402
     FastWeightsAttention,
     FavorAttention,
@@ -42,3 +43,4 @@ from favor_keras.ops import (  # noqa: E402
     softmax_kernel_transformation,
     spatial_gating,
 )
+from favor_keras.schedules import NoamSchedule  # noqa: E402

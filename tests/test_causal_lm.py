@@ -34,6 +34,7 @@ MODELS = {
     "relu, positions": POSITIONS,
     "gmlp": GMLP,
     "amlp, positions": AMLP,
+    "exact": {"mixer": "softmax"},
 }
 all_models = pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 
@@ -269,13 +270,13 @@ def test_D12_a_model_without_max_length_has_no_limit(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((np.ones([2, 0], "int32"), 5), "token_ids must be .batch, length. with length at least 1"),
-        ((np.ones([3], "int32"), 5), "token_ids must be .batch, length."),
+        ((np.ones([2, 0], "int32"), 5), "prompt must be .batch, length. with length at least 1"),
+        ((np.ones([3], "int32"), 5), "prompt must be .batch, length."),
         ((np.ones([2, 3], "int32"), 0), "max_new_tokens must be a positive integer, received 0"),
         ((np.ones([2, 3], "int32"), 2.5), "max_new_tokens must be .* received 2.5"),
         ((np.ones([2, 3], "int32"), 5, -1.0), "temperature must be at least 0, received -1.0"),
         ((np.ones([2, 3], "int32"), 5, math.nan), "temperature must be at least 0, received nan"),
-        ((np.ones([2, 3], "float32"), 5), "token_ids must be integers"),
+        ((np.ones([2, 3], "float32"), 5), "prompt must be integers"),
     ],
     ids=["empty", "rank", "no_tokens", "fraction", "temperature", "nan", "dtype"],
 )
@@ -301,6 +302,7 @@ OTHER_SETTINGS = {
     "feed_forward_size": 20,
     "mixer": last_tokens,
     "mixer_options": {"short_convolution": 2},
+    "block_options": {"activation": "relu"},
     "dropout": 0.25,
     "max_length": 33,
     "position_embedding": True,
@@ -518,7 +520,7 @@ def test_generates_in_a_graph_of_unknown_length_unless_there_is_a_limit():
 
     model = CausalLM(9, **options)
     assert np.array_equal(in_graph(model), model.generate(prompt, 4, temperature=0))
-    with pytest.raises(ValueError, match="token_ids must have a known length"):
+    with pytest.raises(ValueError, match="prompt must have a known length"):
         in_graph(CausalLM(9, max_length=9, **options))
 
 

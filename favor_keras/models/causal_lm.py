@@ -1,10 +1,13 @@
 import random
+from functools import partial
 
 import keras
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed
+from favor_keras.layers.softmax_attention import SoftmaxAttention
 from favor_keras.models.decoder_block import DecoderBlock
+from favor_keras.models.generation import Sampling, all_tokens, check_length, checked_prompt, first_token, next_token
 from favor_keras.models.mixers import BLOCKS, get_mixer
 from favor_keras.ops.kernels import serialize_registered
 
@@ -29,6 +32,8 @@ class CausalLM(keras.Model):
         mixer_options: dict of further arguments for the mixer, over the recommended ones. The
             `survival_probability` of "gmlp" and "amlp" is that of the last block; from 1 it falls to
             this by the same amount per block.
+        block_options: dict of `normalize_mixer_input` and `activation`, or one of them, for the
+            `DecoderBlock`s. Not for "gmlp" and "amlp", which have none.
         dropout: rate of the dropout on the embedding and on every branch of the blocks.
         max_length: the greatest number of positions, or None if there is no limit. Needed for
             `position_embedding`, "gmlp" and "amlp".
@@ -70,6 +75,7 @@ class CausalLM(keras.Model):
         feed_forward_size=None,
         mixer="favor",
         mixer_options=None,
+        block_options=None,
         dropout=0.0,
         max_length=None,
         position_embedding=False,
@@ -94,6 +100,7 @@ class CausalLM(keras.Model):
         self.feed_forward_size = feed_forward_size
         self.mixer = mixer
         self.mixer_options = dict(mixer_options or {})
+        self.block_options = _checked_block_options(block_options)
         self.dropout_rate = dropout
         self.max_length = max_length
         self.seed = random.randint(1, 10**9) if seed is None else seed
@@ -121,6 +128,7 @@ class CausalLM(keras.Model):
         mixer = make_mixer(self.hidden_size, self.num_heads, **options, **self.mixer_options)
         if not getattr(mixer, "causal", True):
             raise ValueError(f"mixer must make causal layers, received one that makes {mixer.name} with causal=False")
+        block_options |= self.block_options
         return DecoderBlock(mixer, self.feed_forward_size or 4 * self.hidden_size, **options, **block_options)
 
     def _check_whole_block(self):
@@ -133,6 +141,11 @@ class CausalLM(keras.Model):
             raise ValueError(
                 f"feed_forward_size must be None with mixer={self.mixer!r}, which has d_ffn in mixer_options instead, "
                 f"received {self.feed_forward_size}"
+            )
+        if self.block_options:
+            raise ValueError(
+                f"block_options must be None with mixer={self.mixer!r}, which has no DecoderBlock, "
+                f"received {dict(self.block_options)!r}"
             )
 
     def build(self, token_ids_shape):
@@ -179,6 +192,11 @@ class CausalLM(keras.Model):
             )
         return tf.maximum(positions - 1, 0)
 
+    @property
+    def cache_grows(self):
+        """Whether the size of the cache depends on the length, which `init_cache` then has to know."""
+        return any(isinstance(getattr(block, "mixer", None), SoftmaxAttention) for block in self.blocks)
+
     def init_cache(self, batch_size, max_length=None):
         """The cache before the first token: a flat dict of tensors, batch first.
 
@@ -195,71 +213,70 @@ class CausalLM(keras.Model):
         flat = {f"{block}_{name}": tensor for block, cache in caches.items() for name, tensor in cache.items()}
         return flat if self.max_length is None else {**flat, "position": tf.zeros([batch_size])}
 
-    def generate(self, token_ids, max_new_tokens, temperature=1.0, seed=None):
-        """Continue token ids, one sampled token at a time; the time per token does not grow.
+    def generate(self, prompt, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None):
+        """Continue prompts, one sampled token at a time, in one compiled loop.
 
         Args:
-            token_ids: integers [B, T], T at least 1.
-            max_new_tokens: how many tokens to add.
+            prompt: integers [B, T]; or prompts of different lengths, as a list of lists or a
+                `tf.RaggedTensor`. At least one token each.
+            max_new_tokens: how many tokens to add to each.
             temperature: the logits are divided by it before sampling; 0 takes the most likely token.
+            top_k: draw from the k most likely tokens only, or None.
+            top_p: draw from the fewest most likely tokens whose probabilities sum to at least this, or None.
             seed: integer that the samples depend on; None draws one.
 
         Returns:
-            Integers [B, T + max_new_tokens].
+            Integers [B, T + max_new_tokens]; a `tf.RaggedTensor` for prompts of different lengths.
 
         Raises:
-            ValueError: for an empty prompt, a negative temperature or number of tokens, and for more
-                than `max_length` positions in all.
+            ValueError: for an empty prompt, an argument out of its range, and for more than
+                `max_length` positions in all.
         """
-        token_ids = tf.convert_to_tensor(token_ids)
-        if token_ids.shape.rank != 2 or token_ids.shape[1] == 0:
-            raise ValueError(f"token_ids must be [batch, length] with length at least 1, received {token_ids.shape}")
-        if not token_ids.dtype.is_integer:
-            raise ValueError(f"token_ids must be integers, received {token_ids.dtype.name}")
-        check_positive("max_new_tokens", max_new_tokens)
-        check_seed(seed)
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, received {temperature!r}")
-        if self.max_length is not None:
-            self._check_total_length(token_ids.shape[1], max_new_tokens)
+        token_ids, mask = self._checked_prompt(prompt, max_new_tokens)
+        sampling = Sampling.checked(temperature, top_k, top_p, seed)
+        new_ids = self._compiled(all_tokens)(token_ids, mask, tf.constant(max_new_tokens), sampling)
+        new_ids = tf.cast(new_ids, token_ids.dtype)
+        if mask is None:
+            return tf.concat([token_ids, new_ids], axis=1)
+        return tf.concat([tf.ragged.boolean_mask(token_ids, mask), tf.RaggedTensor.from_tensor(new_ids)], axis=1)
+
+    def stream(self, prompt, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None):
+        """An iterator over the new tokens [B] of `generate`, each as soon as it is there.
+
+        Arguments and errors are those of `generate`, and so are the tokens.
+
+        Example:
+
+        >>> import numpy as np
+        >>> from favor_keras import CausalLM
+        >>> model = CausalLM(vocabulary_size=50, hidden_size=32, num_layers=1, num_heads=2)
+        >>> len(list(model.stream(np.ones([1, 3], "int32"), max_new_tokens=5)))
+        5
+        """
+        token_ids, mask = self._checked_prompt(prompt, max_new_tokens)
+        return self._streamed(token_ids, mask, max_new_tokens, Sampling.checked(temperature, top_k, top_p, seed))
+
+    def _streamed(self, token_ids, mask, max_new_tokens, sampling):
+        room = tf.constant(token_ids.shape[1] + max_new_tokens)
+        token, cache = self._compiled(first_token)(token_ids, mask, room, sampling)
+        yield token.numpy()
+        for step in range(1, max_new_tokens):
+            token, cache = self._compiled(next_token)(token, cache, tf.constant(step), sampling)
+            yield token.numpy()
+
+    def _checked_prompt(self, prompt, max_new_tokens):
+        token_ids, mask = checked_prompt(prompt)
+        check_length(self, token_ids, max_new_tokens)
         if not self.built:
             self.build((None, None))
-        if not hasattr(self, "_continue"):
-            self._continue = tf.function(self._sample_tokens, reduce_retracing=True)
-        seed = random.randint(1, 10**9) if seed is None else seed
-        new_ids = self._continue(
-            token_ids, tf.constant(max_new_tokens), tf.constant(float(temperature)), tf.constant(seed, tf.int64)
-        )
-        return tf.concat([token_ids, tf.cast(new_ids, token_ids.dtype)], axis=1)
+        return token_ids, mask
 
-    def _check_total_length(self, length, max_new_tokens):
-        if length is None:
-            raise ValueError(f"token_ids must have a known length in a model with max_length={self.max_length}")
-        if length + max_new_tokens > self.max_length:
-            raise ValueError(
-                f"max_new_tokens: prompt and new tokens together must not exceed max_length={self.max_length}, "
-                f"received {length + max_new_tokens}"
-            )
-
-    def _sample_tokens(self, token_ids, max_new_tokens, temperature, seed):
-        def sample(logits, i):
-            greedy = tf.argmax(logits, axis=-1)
-            warm = logits / tf.maximum(temperature, 1e-6)
-            drawn = tf.random.stateless_categorical(warm, 1, seed=tf.stack([seed, tf.cast(i, tf.int64)]))[:, 0]
-            return tf.cast(tf.where(temperature > 0, drawn, greedy), tf.int32)
-
-        def body(i, last, cache, new_ids):
-            logits, cache = self(last[:, None], cache=cache)
-            last = sample(logits[:, -1], i)
-            return i + 1, last, cache, new_ids.write(i, last)
-
-        logits, cache = self(token_ids, cache=self.init_cache(tf.shape(token_ids)[0]))
-        first = sample(logits[:, -1], 0)
-        new_ids = tf.TensorArray(tf.int32, size=max_new_tokens, element_shape=[token_ids.shape[0]]).write(0, first)
-        *_, new_ids = tf.while_loop(
-            lambda i, *_: i < max_new_tokens, body, (1, first, cache, new_ids), maximum_iterations=max_new_tokens - 1
-        )
-        return tf.transpose(new_ids.stack())
+    def _compiled(self, function):
+        """A function of this model and tensors as a graph, made once."""
+        name = f"_compiled_{function.__name__}"
+        if not hasattr(self, name):
+            setattr(self, name, tf.function(partial(function, self), reduce_retracing=True))
+        return getattr(self, name)
 
     def get_config(self):
         return {
@@ -271,6 +288,10 @@ class CausalLM(keras.Model):
             "feed_forward_size": self.feed_forward_size,
             "mixer": self.mixer if isinstance(self.mixer, str) else serialize_registered("mixer", self.mixer),
             "mixer_options": self.mixer_options,
+            "block_options": {
+                name: keras.activations.serialize(option) if callable(option) else option
+                for name, option in self.block_options.items()
+            },
             "dropout": self.dropout_rate,
             "max_length": self.max_length,
             "position_embedding": self.position_embedding is not None,
@@ -282,6 +303,13 @@ class CausalLM(keras.Model):
         if isinstance(config["mixer"], dict):
             config = {**config, "mixer": keras.saving.deserialize_keras_object(config["mixer"])}
         return cls(**config)
+
+
+def _checked_block_options(block_options):
+    names = ("normalize_mixer_input", "activation")
+    if not isinstance(block_options, (dict, type(None))) or not set(block_options or {}) <= set(names):
+        raise ValueError(f"block_options must be None or a dict with names among {names}, received {block_options!r}")
+    return dict(block_options or {})
 
 
 def _part_of(cache, prefix):
