@@ -3,20 +3,21 @@
     python examples/char_lm.py
     python examples/char_lm.py --data my_text.txt --steps 5000 --prompt "Once "
     python examples/char_lm.py --preset nanogpt_cpu --mixer fast_weights
+    python examples/char_lm.py --resume runs/char_lm-python_docs-favor-1
 
 Losses are in nats per character. The run folder gets the model with the lowest validation loss
-(model.keras), the vocabulary, the settings, the history (CSV), its curves (PNG), the results and
-the sample.
+(model.keras), the vocabulary, the settings, the history (CSV), its curves (PNG), the results, the sample
+and a backup. generate.py and serve.py use such a folder.
 """
 
 import argparse
+import csv
+import importlib.util
 import itertools
 import json
 import math
 import os
-import re
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -26,207 +27,159 @@ import keras  # noqa: E402
 import matplotlib.figure  # noqa: E402
 import matplotlib.ticker  # noqa: E402
 import numpy as np  # noqa: E402
+import presets  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from command_line import (  # noqa: E402
+    OneLineParser,
+    add_sampling,
+    count,
+    json_object,
+    positive,
+    not_negative,
+    seed,
+    share,
+    write_json,
+)
+from strategies import (  # noqa: E402
+    STRATEGIES,
+    Backup,
+    check_compile_options,
+    cure,
+    explain_lost_workers,
+    is_chief,
+    is_multi_worker,
+    make_strategy,
+    restore,
+    shard,
+    worker_folder,
+)
+from texts import check_text, consecutive_windows, random_windows, read_text, split_text  # noqa: E402
 
-from favor_keras import CausalLM, RedrawProjections  # noqa: E402
+from favor_keras import CausalLM, NoamSchedule, RedrawProjections  # noqa: E402
 from favor_keras.models.mixers import BLOCKS, MIXERS  # noqa: E402
-from presets import PRESETS  # noqa: E402
+from favor_keras.text import Characters  # noqa: E402
 
-TRAINING_PART = 0.9
 WARM_UP_PART = 0.1  # of the steps, unless --warm-up-steps says how many
+VALIDATE_EVERY = 250
 VALIDATION_WINDOWS = 256  # scored during training; the final score takes the whole split
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
-def number(convert, accepts, expected):
-    """An argparse type: `convert(text)`, if `accepts` it; `expected` says what should have come."""
-
-    def parse(text):
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            raise argparse.ArgumentTypeError(f"must be {expected}, received {text!r}")
-        return value
-
-    return parse
-
-
-def json_object(text):
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, received {text!r}")
-    return value
+LONGER_BY = (4, 16)  # the windows of the final score, for models that take any length
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
 def make_parser():
-    count = number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser = OneLineParser(
         prog="char_lm.py",
         description="Train a character language model on a text, then let it write.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), default="quick", help="settings, which other flags override")
+    add("--preset", choices=sorted(presets.PRESETS), default="quick", help="settings, which other flags override")
+    add("--list-presets", action="store_true", help="print the presets and end")
+    add("--resume", type=Path, help="run folder to go on with, after a kill; takes the settings from there")
+
     add("--data", help="python_docs, tiny_shakespeare or a UTF-8 text file")
-    add("--steps", type=count, help="training steps")
-    add("--batch-size", type=count, help="windows in a training step")
-    add("--block-size", type=count, help="characters in a window")
-    add("--hidden-size", type=count, help="size of the embedding and the blocks")
-    add("--layers", type=count, help="number of blocks")
-    add("--heads", type=count, help="heads of every mixer")
-    add(
-        "--learning-rate",
-        type=number(float, lambda x: 0 < x < math.inf, "a number above 0"),
-        help="highest learning rate, after the warm-up",
-    )
-    add("--warm-up-steps", type=count, help="steps until then; None is a tenth of --steps")
-    add(
-        "--dropout",
-        type=number(float, lambda x: 0 <= x < 1, "a number from 0 up to, not including, 1"),
-        help="dropout rate",
-    )
     add("--mixer", choices=sorted(MIXERS), default="favor", help="what mixes the sequence")
     add("--mixer-options", type=json_object, default={}, help="arguments of the mixer's layer, as JSON")
-    add(
-        "--seed",
-        type=number(int, lambda n: 0 <= n <= 10**9, "a whole number from 0 to 1000000000"),
-        default=1,
-        help="all random numbers depend on it",
-    )
-    add("--prompt", default="The ", help="the sample goes on from here")
-    add("--sample-length", type=count, default=400, help="characters to write; gmlp and amlp end with their window")
-    add(
-        "--temperature",
-        type=number(float, lambda x: 0 <= x < math.inf, "a number of at least 0"),
-        default=0.7,
-        help="of the sampling; 0 takes the likeliest character",
-    )
+    add("--block-options", type=json_object, help="arguments of the blocks around it, as JSON")
+    add("--layers", type=count, help="number of blocks")
+    add("--heads", type=count, help="heads of every mixer")
+    add("--hidden-size", type=count, help="size of the embedding and the blocks")
+    add("--feed-forward-size", type=count, help="size inside the feed-forward networks; None is 4 * --hidden-size")
+    add("--position-embedding", action="store_true", help="learn an embedding of the position; limits the length")
+    add("--dropout", type=share, help="dropout rate")
+
+    add("--steps", type=count, help="training steps")
+    add("--epochs", type=count, help="instead of --steps: passes over the text")
+    add("--batch-size", type=count, help="windows in a training step")
+    add("--block-size", type=count, help="characters in a window")
+    add("--schedule", choices=("cosine", "noam"), default="cosine", help="of the learning rate")
+    add("--learning-rate", type=positive, help="highest learning rate; with noam its factor")
+    add("--warm-up-steps", type=count, help="steps until then; None is a tenth of all")
+    add("--weight-decay", type=not_negative, default=0.1, help="of the matrices")
+    add("--beta-2", type=share, default=0.99, help="of AdamW")
+    add("--clip-norm", type=positive, default=1.0, help="greatest norm of the gradient")
+    add("--precision", choices=POLICIES, default="float32", help="Keras' dtype policy")
+    add("--jit", action="store_true", help="compile the training step with XLA")
+    add("--strategy", choices=STRATEGIES, default="auto", help="devices to train on, see docs/distributed.md")
+
+    add("--validate-every", type=count, help=f"steps between validations; None is {VALIDATE_EVERY}, or a pass")
+    add("--patience", type=count, help="stop after so many validations without a better one")
+    add("--tensorboard", action="store_true", help="also log for TensorBoard, which must be installed")
+    add("--seed", type=seed, default=1, help="all random numbers depend on it")
     add("--run-dir", type=Path, help="new or empty folder for the results; None takes the next free runs/char_lm-...")
-    add("--validate-every", type=count, default=250, help="steps between validations; must divide --steps")
+    add("--prompt", default="The ", help="the sample goes on from here")
+    add("--sample-length", type=count, default=400, help="characters to write, as many as a limit on the length allows")
+    add_sampling(parser)
     return parser
 
 
 def parse(argv):
-    """The parser and the options: a preset's settings under the flags that are given."""
+    """The parser and the options: a preset's settings under the flags that are given, or a resumed run's."""
     parser = make_parser()
-    preset = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0].preset
-    parser.set_defaults(**PRESETS[preset])
-    return parser, parser.parse_args(argv)
+    quiet = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0]
+    if quiet.resume:
+        return parser, resumed(parser, quiet, argv)
+    parser.set_defaults(**presets.PRESETS[quiet.preset])
+    parser.set_defaults(steps=None, epochs=None)
+    args = parser.parse_args(argv)
+    if args.steps and args.epochs:
+        parser.error(f"--steps and --epochs cannot be combined, received {args.steps} and {args.epochs}")
+    if not args.steps and not args.epochs:
+        args.steps, args.epochs = (presets.PRESETS[args.preset].get(name) for name in ("steps", "epochs"))
+    return parser, args
 
 
-def check_options(args):
+def resumed(parser, quiet, argv):
+    """The options of a run that is to go on; of the command line only --strategy counts, and no other may be there."""
+    given = {word.split("=")[0] for word in argv if word.startswith("--")}
+    if given - {"--resume", "--strategy"}:
+        others = ", ".join(sorted(given - {"--resume", "--strategy"}))
+        parser.error(f"--resume takes the settings of the run, it cannot be combined with {others}")
+    path = quiet.resume / "settings.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--resume: cannot read {str(path)!r}: {error}")
+    return argparse.Namespace(**{**settings, "resume": quiet.resume, "run_dir": None, "strategy": quiet.strategy})
+
+
+def check_options(args, strategy):
+    if not args.prompt:
+        raise ValueError("--prompt must have at least one character")
+    if has_limit(args) and len(args.prompt) >= args.block_size:
+        raise ValueError(
+            f"--prompt must be shorter than --block-size with --mixer {args.mixer} or --position-embedding"
+        )
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs TensorBoard: pip install tensorboard")
+    check_compile_options(strategy, args.jit or "auto")
+    if is_multi_worker(strategy) and not (args.run_dir or args.resume):
+        raise ValueError("--run-dir must be given with several workers, and be the same for all")
+    if args.run_dir and args.run_dir.is_dir() and any(files_of_this_worker(args.run_dir, strategy)):
+        raise ValueError(f"--run-dir must be a new or empty folder, {args.run_dir} has files in it")
+
+
+def files_of_this_worker(run_dir, strategy):
+    folder = worker_folder(run_dir, strategy)
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return [entry for entry in entries if not (is_multi_worker(strategy) and entry.name.startswith("worker_"))]
+
+
+def set_numbers_of_steps(args, num_characters):
+    """Steps of --epochs passes over so many characters; steps between validations that --steps is a multiple of."""
+    steps_of_a_pass = max(num_characters // (args.batch_size * args.block_size), 1)
+    if args.epochs:
+        args.steps = args.epochs * steps_of_a_pass
+    if not args.validate_every:
+        args.validate_every = steps_of_a_pass if args.epochs else min(args.steps, VALIDATE_EVERY)
     if args.steps % args.validate_every:
         raise ValueError(
             f"--steps must be a multiple of --validate-every, received {args.steps} and {args.validate_every}"
         )
-    if not args.prompt:
-        raise ValueError("--prompt must have at least one character")
-    if args.mixer in BLOCKS and len(args.prompt) >= args.block_size:
-        raise ValueError(f"--prompt must be shorter than --block-size with --mixer {args.mixer}")
-    if args.run_dir and args.run_dir.is_dir() and any(args.run_dir.iterdir()):
-        raise ValueError(f"--run-dir must be a new or empty folder, {args.run_dir} has files in it")
 
 
-def read_text(data):
-    """The text that --data stands for; ValueError if there is none."""
-    if data == "python_docs":
-        return python_docs()
-    if data == "tiny_shakespeare":
-        return tiny_shakespeare()
-    try:
-        return Path(data).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--data: cannot read {data!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--data: {data!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def python_docs():
-    """The language reference that Python's help() shows, without drawn tables: a model repeats their rules for ever."""
-    from pydoc_data.topics import topics
-
-    lines = "\n\n".join(topics.values()).splitlines(keepends=True)
-    return "".join(line for line in lines if not re.fullmatch(r"\s*[|+].*[|+]\s*", line))
-
-
-def tiny_shakespeare():
-    try:
-        import tensorflow_datasets as tfds
-
-        splits = tfds.load("tiny_shakespeare")
-        examples = [example for name in ("train", "validation", "test") for example in splits[name]]
-    except Exception as error:  # whatever went wrong between here and a download, the way out is the same
-        raise ValueError(
-            "--data: TensorFlow Datasets cannot provide tiny_shakespeare "
-            f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}); "
-            "give a local text file instead: --data FILE"
-        ) from error
-    return "".join(example["text"].numpy().decode("utf-8") for example in examples)
-
-
-def encode(text, vocabulary):
-    """Ids [N] of a text's characters."""
-    lookup = keras.layers.StringLookup(vocabulary=vocabulary, num_oov_indices=0)
-    return tf.cast(lookup(tf.strings.unicode_split(text, "UTF-8")), tf.int32)
-
-
-def decode(ids, vocabulary):
-    """The text of ids [N]."""
-    lookup = keras.layers.StringLookup(vocabulary=vocabulary, num_oov_indices=0, invert=True)
-    return tf.strings.reduce_join(lookup(ids)).numpy().decode("utf-8")
-
-
-def check_text(text, args):
-    """Each split must have one window and its next character; the prompt must use the text's characters."""
-    split = int(TRAINING_PART * len(text))
-    for name, length in (("training", split), ("validation", len(text) - split)):
-        if length <= args.block_size:
-            raise ValueError(
-                f"--data: the {name} split of {args.data!r} must have more than --block-size={args.block_size} "
-                f"characters, it has {length}"
-            )
-    if "\0" in text:
-        raise ValueError(f"--data: {args.data!r} has NUL characters, it is not text")
-    if len(set(text)) == 1:
-        raise ValueError(f"--data: {args.data!r} has one character only, over and over: there is nothing to learn")
-    unknown = sorted(set(args.prompt) - set(text))
-    if unknown:
-        raise ValueError(f"--prompt must only use characters of the text, which does not have {unknown}")
-
-
-def random_windows(ids, args):
-    """Endless batches of windows [B, T] at random places, with the characters that come next [B, T]."""
-    num_starts = len(ids) - args.block_size
-    offsets = tf.range(args.block_size)
-
-    def windows(numbers):
-        places = tf.cast(numbers % num_starts, tf.int32)[:, None] + offsets
-        return tf.gather(ids, places), tf.gather(ids, places + 1)
-
-    numbers = tf.data.Dataset.random(seed=args.seed).batch(args.batch_size, drop_remainder=True)
-    return numbers.map(windows).prefetch(tf.data.AUTOTUNE)
-
-
-def consecutive_windows(ids, args, limit=None):
-    """One pass over windows that do not overlap; with a limit, over so many of them, evenly spread."""
-    num_windows = (len(ids) - 1) // args.block_size
-    length = num_windows * args.block_size
-    inputs, targets = (tf.reshape(part, [num_windows, args.block_size]) for part in (ids[:length], ids[1 : length + 1]))
-    if limit is not None and limit < num_windows:
-        chosen = np.linspace(0, num_windows - 1, limit).round().astype(int)
-        inputs, targets = tf.gather(inputs, chosen), tf.gather(targets, chosen)
-    return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(args.batch_size)
+def has_limit(args):
+    return args.mixer in BLOCKS or args.position_embedding
 
 
 def make_model(vocabulary_size, args):
@@ -235,36 +188,49 @@ def make_model(vocabulary_size, args):
         hidden_size=args.hidden_size,
         num_layers=args.layers,
         num_heads=args.heads,
+        feed_forward_size=args.feed_forward_size,
         mixer=args.mixer,
         mixer_options=args.mixer_options,
+        block_options=args.block_options,
         dropout=args.dropout,
-        max_length=args.block_size if args.mixer in BLOCKS else None,
+        max_length=args.block_size if has_limit(args) else None,
+        position_embedding=args.position_embedding,
         seed=args.seed,
+        dtype=args.precision,
     )
     model.build((None, args.block_size))
-    model.compile(make_optimizer(args), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make_optimizer(args), loss, jit_compile=args.jit or "auto")
     return model
 
 
 def make_optimizer(args):
+    optimizer = keras.optimizers.AdamW(
+        make_schedule(args), weight_decay=args.weight_decay, beta_2=args.beta_2, global_clipnorm=args.clip_norm
+    )
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+    return optimizer
+
+
+def make_schedule(args):
     warm_up_steps = args.warm_up_steps or math.ceil(WARM_UP_PART * args.steps)
-    schedule = keras.optimizers.schedules.CosineDecay(
+    if args.schedule == "noam":
+        return NoamSchedule(args.hidden_size, warm_up_steps, factor=args.learning_rate)
+    return keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0,
         warmup_target=args.learning_rate,
         warmup_steps=warm_up_steps,
         decay_steps=max(args.steps - warm_up_steps, 1),
         alpha=0.1,
     )
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=0.1, beta_2=0.99, global_clipnorm=1.0)
-    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
-    return optimizer
 
 
 def make_run_dir(args):
-    """The folder that --run-dir names, or the first free one of runs/char_lm-DATA-MIXER-1, -2, ..."""
-    if args.run_dir:
-        args.run_dir.mkdir(parents=True, exist_ok=True)
-        return args.run_dir
+    """The folder that --resume or --run-dir names, or the first free one of runs/char_lm-DATA-MIXER-1, -2, ..."""
+    named = args.resume or args.run_dir
+    if named:
+        named.mkdir(parents=True, exist_ok=True)
+        return named
     for i in itertools.count(1):
         run_dir = Path("runs", f"char_lm-{Path(args.data).stem}-{args.mixer}-{i}")
         try:
@@ -274,33 +240,132 @@ def make_run_dir(args):
             continue
 
 
-def write_json(path, content):
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+class KeepBest(keras.callbacks.Callback):
+    """Keeps the model, or its weights, with the lowest validation loss in a file that is always whole."""
+
+    def __init__(self, path, lowest):
+        super().__init__()
+        self.path, self.lowest = path, lowest
+
+    def on_epoch_end(self, epoch, logs=None):
+        if logs["val_loss"] < self.lowest:
+            self.lowest = logs["val_loss"]
+            self.save()
+
+    def save(self):
+        partial = self.path.with_name(f"partial_{self.path.name}")
+        if self.path.name.endswith(".weights.h5"):
+            self.model.save_weights(partial, overwrite=True)
+        else:
+            self.model.save(partial, overwrite=True)
+        os.replace(partial, self.path)
 
 
-def train(model, training, validation, run_dir, args):
-    """Keep the weights with the lowest validation loss in model.keras; the history as a dict of lists."""
+class SeedFromEpoch(keras.callbacks.Callback):
+    """Sets the counters of dropout, which no file keeps, by the epoch: a resumed run drops what another would have."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        for variable in self.model.variables:
+            if variable.name == "seed_generator_state":
+                seed_and_count = keras.ops.convert_to_numpy(variable)
+                variable.assign([seed_and_count[0], epoch * 2**20])
+
+
+class TrainingTime(keras.callbacks.Callback):
+    """Adds the seconds of training steps, without validation, of all epochs but the first, in which Keras compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds, self.epochs, self.start = 0.0, 0, None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.start = time.monotonic()
+
+    def on_test_begin(self, logs=None):
+        if self.start is not None:
+            self.epochs += 1
+            self.seconds = 0.0 if self.epochs == 1 else self.seconds + time.monotonic() - self.start
+
+    def characters_per_second(self, args):
+        steps = (self.epochs - 1) * args.validate_every
+        return steps * args.batch_size * args.block_size / self.seconds if self.seconds else None
+
+
+class StopEarly(keras.callbacks.EarlyStopping):
+    """`EarlyStopping` that knows the validation losses from before a resumption."""
+
+    def __init__(self, patience, losses):
+        super().__init__(patience=patience)
+        self.losses = losses
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin()
+        for epoch, loss in enumerate(self.losses):
+            self.on_epoch_end(epoch, {"val_loss": loss})
+
+
+def read_history(run_dir, num_epochs=None):
+    """The columns of history.csv, of the first epochs if a number is given."""
+    path = run_dir / "history.csv"
+    if not path.exists():
+        return {"step": [], "loss": [], "val_loss": []}
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))[:num_epochs]
+    return {name: [float(row[name]) for row in rows] for name in ("step", "loss", "val_loss")}
+
+
+def cut_history(run_dir, num_epochs):
+    """Drop the rows of epochs whose weights a kill has lost."""
+    path = run_dir / "history.csv"
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[: num_epochs + 1]))
+
+
+def train(model, training_ids, validation, run_dir, args, strategy):
+    """Train from the last backup, or the beginning, to the end; returns the characters per second."""
+    first_epoch = restore(model, run_dir / "backup", strategy)
+    cut_history(run_dir, first_epoch)
+    before = read_history(run_dir)
+    clock = TrainingTime()
 
     def add_step_and_perplexity(epoch, logs):
-        logs["step"] = int(model.optimizer.iterations)
+        logs["step"] = (epoch + 1) * args.validate_every
         logs["val_perplexity"] = float(np.exp(logs["val_loss"]))
 
-    history = model.fit(
-        training,
-        epochs=args.steps // args.validate_every,
-        steps_per_epoch=args.validate_every,
-        validation_data=validation,
-        callbacks=[
-            keras.callbacks.LambdaCallback(on_epoch_end=add_step_and_perplexity),  # first: the others log it
-            keras.callbacks.ModelCheckpoint(run_dir / "model.keras", monitor="val_loss", save_best_only=True),
-            keras.callbacks.CSVLogger(run_dir / "history.csv"),
-            keras.callbacks.TerminateOnNaN(),
-            *([RedrawProjections()] if args.mixer_options.get("redraw_interval") else []),
-        ],
-        shuffle=False,  # the windows are at random places already
-        verbose=1 if sys.stdout.isatty() else 2,
-    )
-    return history.history
+    callbacks = [
+        SeedFromEpoch(),
+        clock,
+        keras.callbacks.LambdaCallback(on_epoch_end=add_step_and_perplexity),  # before those that write it
+        KeepBest(best_file(run_dir, strategy), min(before["val_loss"], default=math.inf)),
+        keras.callbacks.CSVLogger(run_dir / "history.csv", append=first_epoch > 0),
+        keras.callbacks.TerminateOnNaN(),
+    ]
+    if args.mixer_options.get("redraw_interval"):
+        callbacks.append(RedrawProjections())
+    callbacks.append(Backup(run_dir / "backup"))  # last: what it has, the files above have too
+    if args.patience:
+        callbacks.append(StopEarly(args.patience, before["val_loss"]))
+    if args.tensorboard:
+        callbacks.append(keras.callbacks.TensorBoard(run_dir / "tensorboard"))
+    windows = random_windows(training_ids, args, first_epoch * args.validate_every)
+    with explain_lost_workers(strategy):
+        model.fit(
+            shard(windows, strategy),
+            initial_epoch=first_epoch,
+            epochs=args.steps // args.validate_every,
+            steps_per_epoch=args.validate_every,
+            validation_data=shard(validation, strategy),
+            callbacks=callbacks,
+            shuffle=False,  # the windows are at random places already
+            verbose=1 if sys.stdout.isatty() else 2,
+        )
+    return clock.characters_per_second(args)
+
+
+def best_file(run_dir, strategy):
+    """What keeps the best weights: the model itself, which only the chief writes."""
+    return run_dir / ("model.keras" if is_chief(strategy) else "best.weights.h5")
 
 
 def plot_losses(history, path):
@@ -316,75 +381,125 @@ def plot_losses(history, path):
     figure.savefig(path, dpi=150)
 
 
-def sample(model, vocabulary, args):
-    prompt = encode(args.prompt, vocabulary)[None]
+def write_sample(model, characters, args):
+    """The text after --prompt, and the characters per second of writing it."""
     length = args.sample_length
     if model.max_length is not None:
         length = min(length, model.max_length - len(args.prompt))
-    return decode(model.generate(prompt, length, args.temperature, seed=args.seed)[0], vocabulary)
+    prompt = characters.encode(args.prompt)[None]
+
+    def write():
+        return model.generate(prompt, length, args.temperature, args.top_k, args.top_p, args.seed)[0]
+
+    text = characters.decode(write())
+    start = time.monotonic()
+    write()  # once more, as the first time includes the making of the graph
+    return text, length / (time.monotonic() - start)
 
 
-def report(model, validation, vocabulary, best_step, start, run_dir, args):
-    """Score the model on the whole validation split, sample from it, write and print both."""
-    loss = model.evaluate(validation, verbose=0)
-    text = sample(model, vocabulary, args)
+def input_share(windows, args, characters_per_second):
+    """The seconds that the input pipeline needs for a batch, over those of a training step."""
+    num_batches = 200
+    batches = iter(windows.take(num_batches + 1))
+    next(batches)
+    start = time.monotonic()
+    for _ in batches:
+        pass
+    seconds = (time.monotonic() - start) / num_batches
+    return seconds * characters_per_second / (args.batch_size * args.block_size)
+
+
+def score(model, validation_ids, args, strategy):
+    """The mean loss over the whole validation split, in windows of the block and longer ones: a dict by their size."""
+    blocks = (1, *LONGER_BY) if model.max_length is None and not is_multi_worker(strategy) else (1,)
+    fitting = [n for n in blocks if n * args.block_size < len(validation_ids)]
+    windows = {n: consecutive_windows(validation_ids, args, blocks=n) for n in fitting}
+    return {n: model.evaluate(shard(windows[n], strategy), verbose=0) for n in fitting}
+
+
+def report(model, losses, history, rates, run_dir, args, start):
+    """Sample from the model; write and print the results."""
+    characters = Characters.load(run_dir / "vocabulary.json")
+    text, writing = write_sample(model, characters, args)
     (run_dir / "sample.txt").write_text(text, encoding="utf-8")
     results = {
-        "validation_loss": loss,
-        "validation_perplexity": float(np.exp(loss)),
-        "step": best_step,
+        "validation_loss": losses[1],
+        "validation_perplexity": float(np.exp(losses[1])),
+        **{f"validation_loss_{n}_blocks": losses[n] for n in losses if n > 1},
+        "step": int(history["step"][int(np.nanargmin(history["val_loss"]))]),
+        "parameters": model.count_params(),
+        **rates,
+        "writing_characters_per_second": writing,
         "seconds": round(time.monotonic() - start, 1),
     }
     write_json(run_dir / "results.json", results)
     print(f"\n--- sample ---\n{text}\n--------------\n")
-    print(f"best validation loss: {loss:.4f} nats per character, over the whole split")
-    print(f"perplexity: {results['validation_perplexity']:.3f} per character")
-    print(f"step: {best_step} of {args.steps}")
-    print(f"seconds: {results['seconds']}")
+    print(f"best validation loss: {losses[1]:.4f} nats per character, over the whole split")
+    for name, value in results.items():
+        if value is not None:
+            print(f"  {name.replace('_', ' '):<36}{value:>14,.{0 if isinstance(value, int) else 4}f}")
     print(f"run folder: {run_dir}")
 
 
-def run(model, text, vocabulary, start, run_dir, args):
+def run(model, text, characters, start, run_dir, args, strategy):
     """Train, plot and report; returns the exit code."""
-    split = int(TRAINING_PART * len(text))
-    training_ids, validation_ids = encode(text[:split], vocabulary), encode(text[split:], vocabulary)
+    training_ids, validation_ids = map(characters.encode, split_text(text))
     print(
         f"{args.data}: {len(training_ids):,} characters to train on, {len(validation_ids):,} to validate, "
-        f"{len(vocabulary)} different; {model.count_params():,} parameters; run folder {run_dir}",
+        f"{len(characters)} different; {model.count_params():,} parameters; run folder {run_dir}",
         flush=True,
     )
-    sampled_validation = consecutive_windows(validation_ids, args, limit=VALIDATION_WINDOWS)
-    history = train(model, random_windows(training_ids, args), sampled_validation, run_dir, args)
-    plot_losses(history, run_dir / "loss.png")
+    validation = consecutive_windows(validation_ids, args, limit=VALIDATION_WINDOWS)
+    training = train(model, training_ids, validation, run_dir, args, strategy)
+    history = read_history(run_dir)
     if not np.isfinite(history["val_loss"]).any():
         print("error: the validation loss is never finite; try a lower --learning-rate", file=sys.stderr)
         return 1
-    model.load_weights(run_dir / "model.keras")
-    best_step = history["step"][int(np.nanargmin(history["val_loss"]))]
-    report(model, consecutive_windows(validation_ids, args), vocabulary, best_step, start, run_dir, args)
+    with strategy.scope():
+        model.load_weights(best_file(run_dir, strategy))
+    losses = score(model, validation_ids, args, strategy)
+    if is_chief(strategy):
+        plot_losses(history, run_dir / "loss.png")
+        rates = {"training_characters_per_second": training}
+        if training:
+            rates["input_share_of_a_step"] = input_share(random_windows(training_ids, args), args, training)
+        report(model, losses, history, rates, run_dir, args, start)
     return 0
 
 
 def main(argv=None):
     start = time.monotonic()
     parser, args = parse(sys.argv[1:] if argv is None else argv)
-    keras.utils.set_random_seed(args.seed)
+    if args.list_presets:
+        print(presets.description())
+        return 0
     try:
-        check_options(args)
+        strategy = make_strategy(args.strategy)
+        keras.utils.set_random_seed(args.seed)
+        check_options(args, strategy)
         text = read_text(args.data)
         check_text(text, args)
-        vocabulary = sorted(set(text))
-        model = make_model(len(vocabulary), args)
-        run_dir = make_run_dir(args)
+        characters = Characters.of(text)
+        set_numbers_of_steps(args, len(split_text(text)[0]))
+        with strategy.scope():
+            model = cure(make_model(len(characters), args))
+        run_dir = worker_folder(make_run_dir(args), strategy)
+        run_dir.mkdir(exist_ok=True)
     except (ValueError, TypeError, OSError) as error:  # TypeError: of --mixer-options
         parser.error(str(error))
-    write_json(run_dir / "settings.json", vars(args))
-    write_json(run_dir / "vocabulary.json", vocabulary)
+    if not args.resume:
+        write_json(run_dir / "settings.json", vars(args))
+        characters.save(run_dir / "vocabulary.json")
     try:
-        return run(model, text, vocabulary, start, run_dir, args)
+        return run(model, text, characters, start, run_dir, args, strategy)
     except KeyboardInterrupt:
-        print(f"\nstopped; what was saved is in {run_dir}", file=sys.stderr)
+        if is_chief(strategy) and not (run_dir / "model.keras").exists():
+            model.save(run_dir / "model.keras")
+        print(f"\nstopped; go on with --resume {run_dir}, where the model is too", file=sys.stderr)
         return 130
+    except ConnectionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

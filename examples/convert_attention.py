@@ -10,16 +10,16 @@ features those right after the conversion and after the fine-tuning.
 import argparse
 
 import keras
-from char_lm import OneLineParser, consecutive_windows, encode, number, random_windows, read_text
+from command_line import OneLineParser, count
+from texts import consecutive_windows, random_windows, read_text, split_text
 
 from favor_keras import SelfAttention
+from favor_keras.text import Characters
 
 HIDDEN_SIZE, HEADS, LAYERS = 64, 4, 2
-TRAINING_PART = 0.9
 
 
 def make_parser():
-    count = number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser = OneLineParser(
         prog="convert_attention.py",
         description="Convert a softmax model to FAVOR+ and fine-tune it.",
@@ -81,14 +81,14 @@ def main(argv=None):
         text = read_text(args.data)
     except ValueError as error:
         parser.error(str(error))
-    split = int(TRAINING_PART * len(text))
-    if min(split, len(text) - split) <= args.block_size:
+    training_text, validation_text = split_text(text)
+    if min(len(training_text), len(validation_text)) <= args.block_size:
         parser.error(f"--data: {args.data!r} is too short for windows of --block-size={args.block_size}")
-    vocabulary = sorted(set(text))
-    windows = random_windows(encode(text[:split], vocabulary), args)
-    validation = consecutive_windows(encode(text[split:], vocabulary), args)
+    characters = Characters.of(text)
+    windows = random_windows(characters.encode(training_text), args)
+    validation = consecutive_windows(characters.encode(validation_text), args)
 
-    layers = Layers(len(vocabulary), args.block_size)
+    layers = Layers(len(characters), args.block_size)
     attention = [keras.layers.MultiHeadAttention(HEADS, HIDDEN_SIZE // HEADS) for _ in range(LAYERS)]
     softmax_model = layers.model(lambda i, x: attention[i](x, x, use_causal_mask=True), args.block_size)
     train(softmax_model, windows, args.steps, 3e-3)
