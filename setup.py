@@ -3,7 +3,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # tensorflow-datasets imports importlib_resources without declaring it.
-EXAMPLES = ["matplotlib", "tensorflow-datasets", "importlib_resources"]
+EXAMPLES = ["matplotlib", "tensorflow-datasets", "importlib_resources", "flask", "waitress"]
 
 setup(
     name="favor-keras",

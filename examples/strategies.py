@@ -16,9 +16,11 @@ set. docs/distributed.md explains the use.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import pathlib
+import sys
 
 import keras
 import tensorflow as tf
@@ -26,11 +28,11 @@ import tensorflow as tf
 STRATEGIES = ("auto", "none", "mirrored", "multiworker", "tpu")
 DISTRIBUTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.TPUStrategy)
 
-# Seconds after which the other workers give up. TensorFlow notices at once that a worker's connection is closed, and
-# within ten seconds that its process or machine has stopped; a reduction has this long to wait for a worker that lives
-# but does not take part, because it does something else.
-REDUCTION_TIMEOUT = 600
+# How long a worker waits for others, in seconds: for all to start; for one whose process or machine has stopped, which
+# TensorFlow's heartbeats tell after some ten seconds; for one that lives but does not take part in a reduction.
+START_TIMEOUT = 300
 LOST_WORKER_TIMEOUT = 60
+REDUCTION_TIMEOUT = 600
 
 WORKER_ERRORS = (
     tf.errors.UnavailableError,
@@ -53,6 +55,7 @@ def make_strategy(name="auto"):
 
     Raises:
         ValueError: for an unknown name, a missing or broken TF_CONFIG, or a TPU that is not there.
+        SystemExit: of the whole process, with code 1, if not all workers start within `START_TIMEOUT`.
     """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, received {name!r}")
@@ -85,9 +88,14 @@ def _mirrored():
 
 
 def _multi_worker():
-    _cluster_of_workers()
+    addresses = [address for job in _cluster_of_workers().values() for address in job]
+    print(f"waiting for all workers, at most {START_TIMEOUT} seconds: {', '.join(addresses)}", flush=True)
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=REDUCTION_TIMEOUT)
-    return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    # TensorFlow would wait for an hour, deaf to signals and to Python's threads.
+    faulthandler.dump_traceback_later(START_TIMEOUT, exit=True, file=sys.__stderr__)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    faulthandler.cancel_dump_traceback_later()
+    return strategy
 
 
 def _cluster_of_workers():

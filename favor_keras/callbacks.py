@@ -36,11 +36,11 @@ class RedrawProjections(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         # Not when training begins: a callback that restores a backup may come after this one.
-        self._step = int(self.model.optimizer.iterations)
+        self._step = int(self.model.optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch, logs=None):
         # With steps_per_execution a batch of the callback is several steps.
-        step = int(self.model.optimizer.iterations)
+        step = int(self.model.optimizer.iterations.numpy())
         for layer in self._layers:
             for _ in range(step // layer.redraw_interval - self._step // layer.redraw_interval):
                 layer.redraw()

@@ -10,7 +10,7 @@ INT32 = tf.int32
 
 
 def export_text_model(model, characters, path):
-    """Write a `CausalLM` and its characters as one SavedModel with four signatures.
+    """Write a `CausalLM` and its characters as one SavedModel with six signatures.
 
     * `serving_default`: `token_ids` [B, T] to `logits` [B, T, V].
     * `prefill`: `token_ids` [B, T] to the `logits` of the last position [B, V] and a cache, each of its
@@ -19,10 +19,12 @@ def export_text_model(model, characters, path):
     * `decode_step`: `token_ids` [B, 1] and a cache to the `logits` [B, V] and the next cache.
     * `generate`: `prompt` [B] (strings), `num_characters`, `temperature` (0 takes the most likely
       character) and `seed` (int64) to `text` [B], the prompts with what comes after them.
+    * `encode`: `text` [] (a string) to its `token_ids` [1, T], and the model's `max_length`, 0 for no limit.
+    * `decode`: `token_ids` [B, T] to `text` [B].
 
     All numbers are int32 but the seed (int64) and the temperature (float32). `generate` raises an
     InvalidArgumentError for an empty prompt, one with unknown characters, and a text longer than the
-    model's `max_length`.
+    model's `max_length`; `encode` for an empty text and one with unknown characters.
 
     Args:
         model: a built `CausalLM`, one token per character.
@@ -77,6 +79,13 @@ def _signatures(model, characters):
     def generate(inputs):
         return {"text": _continue(model, characters, **inputs)}
 
+    def encode(inputs):
+        token_ids, _ = _encode(characters, inputs["text"][None], "text")
+        return {"token_ids": token_ids, "max_length": tf.constant(model.max_length or 0)}
+
+    def decode(inputs):
+        return {"text": characters.strings(inputs["token_ids"])}
+
     token = {"token_ids": tf.TensorSpec([None, 1], INT32, "token_ids")}
     text = {
         "prompt": tf.TensorSpec([None], tf.string, "prompt"),
@@ -89,6 +98,8 @@ def _signatures(model, characters):
         "prefill": _concrete(prefill, {**token_ids, **scalar}),
         "decode_step": _concrete(step, {**token, **_cache_specs(model)}),
         "generate": _concrete(generate, text),
+        "encode": _concrete(encode, {"text": tf.TensorSpec([], tf.string, "text")}),
+        "decode": _concrete(decode, token_ids),
     }
 
 
@@ -114,22 +125,30 @@ def _cache_specs(model):
     }
 
 
-def _continue(model, characters, prompt, num_characters, temperature, seed):
-    ids = characters.ids(prompt)
-    unknown = tf.boolean_mask(tf.strings.unicode_split(prompt, "UTF-8").values, ids.values < 0)
+def _encode(characters, texts, name):
+    """Ids [B, T] of strings [B] and their mask."""
+    ids = characters.ids(texts)
+    unknown = tf.boolean_mask(tf.strings.unicode_split(texts, "UTF-8").values, ids.values < 0)
     checks = [
-        _check(tf.size(unknown) == 0, "prompt has unknown characters:", unknown),
-        _check(tf.reduce_all(ids.row_lengths() > 0), "prompt must not be empty"),
+        _check(tf.size(unknown) == 0, f"{name} has unknown characters:", unknown),
+        _check(tf.reduce_all(ids.row_lengths() > 0), f"{name} must not be empty"),
+    ]
+    with tf.control_dependencies(checks):
+        return tf.maximum(ids.to_tensor(), 0), tf.sequence_mask(ids.row_lengths())
+
+
+def _continue(model, characters, prompt, num_characters, temperature, seed):
+    token_ids, mask = _encode(characters, prompt, "prompt")
+    checks = [
         _check(num_characters >= 1, "num_characters must be at least 1, received", num_characters),
         _check(temperature >= 0, "temperature must be at least 0, received", temperature),
     ]
     if model.max_length is not None:
-        length = tf.cast(tf.reduce_max(ids.row_lengths()), tf.int32) + num_characters
+        length = tf.shape(token_ids)[1] + num_characters
         message = f"prompt and new characters must not exceed {model.max_length} together, received"
         checks.append(_check(length <= model.max_length, message, length))
     with tf.control_dependencies(checks):
-        mask = tf.sequence_mask(ids.row_lengths())
-        token_ids = tf.maximum(ids.to_tensor(), 0)
+        token_ids = tf.identity(token_ids)
     new_ids = all_tokens(model, token_ids, mask, num_characters, Sampling(temperature, None, None, seed))
     return prompt + characters.strings(new_ids)
 

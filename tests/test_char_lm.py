@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -21,15 +22,14 @@ TINY = f"--steps 6 --validate-every 2 --batch-size 4 --block-size {BLOCK_SIZE} -
 TINY = [*TINY.split(), *"--learning-rate 0.01 --seed 3 --sample-length 20 --temperature 0.8 --prompt green".split()]
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("char_lm", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 sys.path.insert(0, str(SCRIPT.parent))  # where Python looks first when it runs the script
-char_lm = load_script()
+
+import char_lm  # noqa: E402
+import command_line  # noqa: E402
+import generate  # noqa: E402
+import texts  # noqa: E402
+
+from favor_keras import NoamSchedule  # noqa: E402
 
 
 def run_python(*arguments, **options):
@@ -60,6 +60,7 @@ def run_dir(text_file, tmp_path_factory):
 def test_a_run_writes_everything(run_dir, text_file):
     assert {path.name for path in run_dir.iterdir()} == {
         "model.keras", "vocabulary.json", "settings.json", "history.csv", "loss.png", "results.json", "sample.txt",
+        "backup",
     }  # fmt: skip
     assert json.loads((run_dir / "vocabulary.json").read_text(encoding="utf-8")) == sorted(set(TEXT))
     settings = json.loads((run_dir / "settings.json").read_text())
@@ -122,31 +123,250 @@ def test_the_same_seed_gives_the_same_history(run_dir, text_file, tmp_path, monk
     assert (again / "history.csv").read_text() == (run_dir / "history.csv").read_text()
     assert (again / "sample.txt").read_text(encoding="utf-8") == (run_dir / "sample.txt").read_text(encoding="utf-8")
     loss = json.loads((again / "results.json").read_text())["validation_loss"]
+    assert loss == json.loads((run_dir / "results.json").read_text())["validation_loss"]
     output = capsys.readouterr().out
     assert f"best validation loss: {loss:.4f} nats per character" in output
     assert f"run folder: {again.relative_to(tmp_path)}" in output
 
 
-def test_an_interrupt_leaves_what_was_saved(text_file, tmp_path, monkeypatch, capsys):
-    class InterruptedLogger(keras.callbacks.CSVLogger):
-        def on_epoch_end(self, epoch, logs=None):
-            super().on_epoch_end(epoch, logs)
-            raise KeyboardInterrupt
+def interrupt_at(monkeypatch, epoch):
+    """Press Ctrl-C at the end of an epoch, before anything is written of it."""
+    stock = keras.callbacks.CSVLogger.on_epoch_end
 
-    monkeypatch.setattr(keras.callbacks, "CSVLogger", InterruptedLogger)
+    def on_epoch_end(self, number, logs=None):
+        if number == epoch:
+            raise KeyboardInterrupt
+        stock(self, number, logs)
+
+    monkeypatch.setattr(keras.callbacks.CSVLogger, "on_epoch_end", on_epoch_end)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_interrupt_leaves_a_model_and_what_was_saved(epoch, text_file, tmp_path, monkeypatch, capsys):
+    interrupt_at(monkeypatch, epoch)
     run_dir = tmp_path / "run"
     assert char_lm.main(["--data", str(text_file), "--run-dir", str(run_dir), *TINY]) == 130
-    assert str(run_dir) in capsys.readouterr().err.splitlines()[-1]
-    assert len(history_of(run_dir)) == 1
-    assert keras.saving.load_model(run_dir / "model.keras").vocabulary_size == len(set(TEXT))
+    assert f"--resume {run_dir}" in capsys.readouterr().err.splitlines()[-1]
+    assert len(history_of(run_dir)) == epoch
+    model, characters = command_line.load_run(run_dir)
+    assert model.vocabulary_size == len(characters) == len(set(TEXT))
 
 
-def test_a_loss_that_is_never_finite_is_an_error(text_file, tmp_path, monkeypatch, capsys):
-    diverged = {"step": [2, 4], "loss": [5.0, np.nan], "val_loss": [np.nan, np.nan]}
-    monkeypatch.setattr(char_lm, "train", lambda *_: diverged)
-    assert char_lm.main(["--data", str(text_file), "--run-dir", str(tmp_path), *TINY]) == 1
+def test_without_a_validation_there_is_a_model_all_the_same(text_file, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(keras.Model, "fit", interrupted)
+    run_dir = tmp_path / "run"
+    assert char_lm.main(["--data", str(text_file), "--run-dir", str(run_dir), *TINY]) == 130
+    assert command_line.load_run(run_dir)[0].vocabulary_size == len(set(TEXT))
+
+
+def test_a_loss_that_is_never_finite_is_an_error(text_file, tmp_path, capsys):
+    options = ["--data", str(text_file), "--run-dir", str(tmp_path), *TINY, "--learning-rate", "1e30", "--clip-norm=1e30"]
+    assert char_lm.main(options) == 1
     assert "--learning-rate" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "sample.txt").exists()
+
+
+# Going on after a kill.
+
+DROPPING = ["--dropout", "0.2", "--mixer-options", '{"redraw_interval": 2, "kernel_transformation": "softmax"}']
+KILLED = """
+import os, signal, sys
+import keras
+sys.path.insert(0, sys.argv[1])
+import char_lm
+
+def kill(callback, batch, logs=None):
+    if int(callback.model.optimizer.iterations) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+keras.callbacks.CSVLogger.on_train_batch_end = kill
+char_lm.main(sys.argv[2:])
+"""
+
+
+def test_T_resumed_after_a_kill_it_ends_as_if_there_had_been_none(text_file, tmp_path):
+    options = ["--data", str(text_file), *TINY, *DROPPING, "--patience", "5"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert char_lm.main([*options, "--run-dir", str(whole)]) == 0
+    process = run_python("-c", KILLED, str(SCRIPT.parent), *options, "--run-dir", str(killed))
+    assert process.returncode == -9, process.stderr
+    assert [int(row["step"]) for row in history_of(killed)] == [2, 4]
+    assert not (killed / "results.json").exists()
+    assert char_lm.main(["--resume", str(killed)]) == 0
+    losses = [[float(row["val_loss"]) for row in history_of(folder)] for folder in (whole, killed)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0, atol=1e-6)
+    results = [json.loads((folder / "results.json").read_text()) for folder in (whole, killed)]
+    assert results[1]["validation_loss"] == pytest.approx(results[0]["validation_loss"], rel=0, abs=1e-6)
+    assert (killed / "sample.txt").read_text() == (whole / "sample.txt").read_text()
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(run_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir, copy)
+    assert char_lm.main(["--resume", str(copy)]) == 0
+    assert (copy / "history.csv").read_text() == (run_dir / "history.csv").read_text()
+    assert (copy / "sample.txt").read_text(encoding="utf-8") == (run_dir / "sample.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["--resume", "missing"], "cannot read 'missing/settings.json'"),
+        (["--resume=missing", "--steps", "9"], "cannot be combined with --steps"),
+        (["--steps", "5", "--epochs", "2"], "--steps and --epochs cannot be combined, received 5 and 2"),
+        (["--strategy", "tpu"], "strategy tpu"),
+        (["--strategy", "multiworker"], "TF_CONFIG"),
+        (["--position-embedding", "--block-size", "4"], "--prompt must be shorter than --block-size"),
+        (["--mixer-options", "[1]"], "must be a JSON object, received '[1]'"),
+        (["--mixer-options", '{"magic": 1}'], "magic"),
+        (["--block-options", '{"magic": 1}'], "magic"),
+        (["--beta-2", "1"], "up to, not including, 1"),
+        (["--top-p", "0"], "above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(options, expected, text_file, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    first = [] if options[0].startswith("--resume") or "--epochs" in options else ["--data", str(text_file), *TINY]
+    assert expected in error_of(capsys, monkeypatch, [*first, *options])
+
+
+def test_tensorboard_must_be_installed(text_file, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = error_of(capsys, monkeypatch, ["--data", str(text_file), *TINY, "--tensorboard"])
+    assert "pip install tensorboard" in message
+
+
+# Settings.
+
+
+def test_presets_are_listed(capsys):
+    assert char_lm.main(["--list-presets"]) == 0
+    output = capsys.readouterr().out
+    for name, settings in char_lm.presets.PRESETS.items():
+        assert f"{name}\n" in output
+        assert all(f"--{flag.replace('_', '-')} {value}" in output for flag, value in settings.items())
+
+
+@pytest.mark.parametrize("name", char_lm.presets.PRESETS)
+def test_every_preset_starts(name, text_file, tmp_path, monkeypatch):
+    """A few steps with the preset's settings, but for the sizes that would take minutes and more text."""
+    used = {}
+    make_model = char_lm.make_model
+    monkeypatch.setattr(char_lm, "make_model", lambda size, args: used.update(vars(args)) or make_model(size, args))
+    smaller = "--layers 1 --hidden-size 16 --batch-size 2 --block-size 16 --steps 2 --sample-length 4 --prompt green"
+    if "feed_forward_size" in char_lm.presets.PRESETS[name]:
+        smaller += " --feed-forward-size 32"
+    if "d_ffn" in char_lm.presets.PRESETS[name].get("mixer_options", {}):
+        smaller += ' --mixer-options {"d_ffn":32,"short_convolution":0}'
+    if name == "nanogpt_gpu":
+        smaller += " --heads 2"
+    options = ["--preset", name, "--data", str(text_file), "--run-dir", str(tmp_path / "run"), *smaller.split()]
+    assert char_lm.main(options) == 0
+    given = {word[2:].replace("-", "_") for word in options if word.startswith("--")}
+    for flag, value in char_lm.presets.PRESETS[name].items():
+        if flag not in given | {"epochs"}:
+            assert used[flag] == value, flag
+
+
+def test_full_presets_make_models_of_their_size():
+    sizes = {}
+    for name in ("fast_weights_tutorial", "gmlp_tutorial", "nanogpt_gpu", "nanogpt_cpu"):
+        _, args = char_lm.parse(["--preset", name])
+        char_lm.set_numbers_of_steps(args, 1_003_854)
+        sizes[name] = char_lm.make_model(65, args).count_params(), args.steps
+    attention, feed_forward, norm = 4 * 512**2 + 512 + 512 * 8, 2 * 512 * 2048 + 2048 + 512, 2 * 512
+    block = attention + feed_forward + norm
+    assert sizes["fast_weights_tutorial"] == (6 * block + norm + 2 * 512 * 65 + 65, 128 * (1_003_854 // 2048))
+    block = 512 * 2048 + 2048 + 2 * 1024 + 256 * 256 + 256 + 1024 * 512 + 512 + norm
+    assert sizes["gmlp_tutorial"] == (6 * block + norm + 2 * 512 * 65 + 65, 128 * (1_003_854 // 8192))
+    assert sizes["nanogpt_gpu"][1] == 5000 and sizes["nanogpt_cpu"][1] == 2000
+
+
+def test_epochs_are_passes_over_the_text(text_file, tmp_path):
+    options = "--batch-size 8 --block-size 64 --hidden-size 8 --layers 1 --heads 1 --epochs 2 --sample-length 4"
+    run_dir = tmp_path / "run"
+    given = ["--data", str(text_file), "--run-dir", str(run_dir), *options.split(), "--prompt", "green"]
+    assert char_lm.main(given) == 0
+    steps = int(0.9 * len(TEXT)) // (8 * 64)
+    assert [int(row["step"]) for row in history_of(run_dir)] == [steps, 2 * steps]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--precision", "mixed_bfloat16", "--jit"],
+        ["--schedule", "noam", "--warm-up-steps", "4", "--mixer", "softmax", "--position-embedding"],
+        ["--mixer", "gmlp", "--top-k", "5", "--top-p", "0.9"],
+    ],
+    ids=["bfloat16, jit", "noam, softmax", "gmlp"],
+)
+def test_flags_reach_the_model(flags, text_file, tmp_path, monkeypatch):
+    models = []
+    make_model = char_lm.make_model
+    monkeypatch.setattr(char_lm, "make_model", lambda *given: models.append(make_model(*given)) or models[-1])
+    assert char_lm.main(["--data", str(text_file), "--run-dir", str(tmp_path / "run"), *TINY, *flags]) == 0
+    (model,) = models
+    assert model.jit_compile == ("--jit" in flags)
+    assert (model.dtype_policy.name == "mixed_bfloat16") == ("mixed_bfloat16" in flags)
+    assert (model.max_length == BLOCK_SIZE) == ("--position-embedding" in flags or "gmlp" in flags)
+    schedule = model.optimizer._learning_rate
+    assert isinstance(schedule, NoamSchedule) == ("noam" in flags)
+    assert model.get_config()["mixer"] == (flags[flags.index("--mixer") + 1] if "--mixer" in flags else "favor")
+
+
+def test_training_stops_when_validation_gets_no_better(text_file, tmp_path):
+    run_dir = tmp_path / "run"
+    options = ["--data", str(text_file), "--run-dir", str(run_dir), *TINY, "--learning-rate", "5", "--patience", "1"]
+    char_lm.main([*options, "--steps", "40"])
+    losses = [float(row["val_loss"]) for row in history_of(run_dir)]
+    assert len(losses) < 20 and losses[-1] >= min(losses[:-1]) and all(np.diff(losses[:-1]) < 0)
+
+
+def test_longer_windows_are_scored_where_there_is_no_limit(run_dir):
+    results = json.loads((run_dir / "results.json").read_text())
+    model, characters = command_line.load_run(run_dir)
+    ids = np.asarray(characters.encode(TEXT[int(0.9 * len(TEXT)) :]))
+    length = 4 * BLOCK_SIZE
+    windows = [ids[i : i + length + 1] for i in range(0, len(ids) - length, length)]
+    logits = tf.nn.log_softmax(model(np.stack(windows)[:, :-1])).numpy()
+    expected = -np.mean(np.take_along_axis(logits, np.stack(windows)[:, 1:, None], -1))
+    assert results["validation_loss_4_blocks"] == pytest.approx(expected, rel=1e-4)
+    assert results["writing_characters_per_second"] > 0
+    assert 0 < results["input_share_of_a_step"] < 1
+
+
+# Writing.
+
+
+def test_generate_writes_the_prompt_and_its_continuation(run_dir, capsys):
+    options = ["--prompt", "green", "--length", "20", "--temperature", "0.8", "--seed", "3"]
+    assert generate.main([str(run_dir), *options]) == 0
+    assert capsys.readouterr().out == (run_dir / "sample.txt").read_text(encoding="utf-8") + "\n"
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["missing"], "missing/model.keras does not exist"),
+        (["RUN", "--prompt", "Ω"], "received also ['Ω']"),
+        (["RUN", "--prompt", ""], "length at least 1"),
+        (["RUN", "--length", "0"], "at least 1"),
+        (["RUN", "--top-k", "0"], "at least 1"),
+    ],
+)
+def test_generate_says_what_is_wrong_in_one_line(options, expected, run_dir, capsys):
+    with pytest.raises(SystemExit) as exit:
+        generate.main([str(run_dir) if option == "RUN" else option for option in options])
+    assert exit.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and expected in output.err
+
+
+# Options and data that are wrong.
 
 
 def error_of(capsys, monkeypatch, options):
@@ -263,21 +483,21 @@ def test_from_a_shell_an_error_ends_without_traceback(tmp_path):
 
 
 def test_python_docs_are_long():
-    text = char_lm.read_text("python_docs")
+    text = texts.read_text("python_docs")
     assert len(text) > 400_000
     assert "def" in text and "class" in text
 
 
 def test_tiny_shakespeare_is_all_splits_in_order(monkeypatch):
     tfds = pytest.importorskip("tensorflow_datasets")
-    texts = {"test": "Exeunt.\n", "train": "Enter the è king.\n", "validation": "Alarum.\n"}
+    splits = {"test": "Exeunt.\n", "train": "Enter the è king.\n", "validation": "Alarum.\n"}
 
     def load(name):
         assert name == "tiny_shakespeare"
-        return {split: tf.data.Dataset.from_tensors({"text": text}) for split, text in texts.items()}
+        return {split: tf.data.Dataset.from_tensors({"text": text}) for split, text in splits.items()}
 
     monkeypatch.setattr(tfds, "load", load)
-    assert char_lm.read_text("tiny_shakespeare") == "Enter the è king.\nAlarum.\nExeunt.\n"
+    assert texts.read_text("tiny_shakespeare") == "Enter the è king.\nAlarum.\nExeunt.\n"
 
 
 def test_tiny_shakespeare_without_network_is_one_line(tmp_path, capsys, monkeypatch):
@@ -301,26 +521,21 @@ def test_tiny_shakespeare_without_tensorflow_datasets_is_one_line(tmp_path, caps
 def test_random_windows_are_pieces_of_the_text_and_seeded():
     args = char_lm.make_parser().parse_args("--batch-size 50 --block-size 5 --seed 7".split())
     ids = tf.range(20)
-    (inputs, targets), (more, _) = char_lm.random_windows(ids, args).take(2)
+    (inputs, targets), (more, _) = texts.random_windows(ids, args).take(2)
     assert inputs.shape == targets.shape == (50, 5)
     np.testing.assert_array_equal(targets, inputs.numpy() + 1)
     np.testing.assert_array_equal(inputs, inputs.numpy()[:, :1] + np.arange(5))
     assert set(np.concatenate([inputs, more])[:, 0]) == set(range(15))  # every place where a window fits
-    again, _ = next(iter(char_lm.random_windows(ids, args)))
+    again, _ = next(iter(texts.random_windows(ids, args)))
     np.testing.assert_array_equal(inputs, again)
+    from_second, _ = next(iter(texts.random_windows(ids, args, first_step=1)))
+    np.testing.assert_array_equal(more, from_second)
 
 
 @pytest.mark.parametrize("limit, starts", [(None, [0, 5, 10, 15]), (3, [0, 10, 15]), (4, [0, 5, 10, 15])])
 def test_consecutive_windows_do_not_overlap(limit, starts):
     args = char_lm.make_parser().parse_args("--batch-size 3 --block-size 5".split())
-    batches = list(char_lm.consecutive_windows(tf.range(21), args, limit))
+    batches = list(texts.consecutive_windows(tf.range(21), args, limit))
     inputs, targets = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     np.testing.assert_array_equal(inputs, np.array(starts)[:, None] + np.arange(5))
     np.testing.assert_array_equal(targets, inputs + 1)
-
-
-def test_characters_survive_ids():
-    vocabulary = sorted(set(TEXT))
-    ids = char_lm.encode(TEXT, vocabulary)
-    np.testing.assert_array_equal(ids, [vocabulary.index(character) for character in TEXT])
-    assert char_lm.decode(ids, vocabulary) == TEXT
