@@ -349,17 +349,16 @@ def train(model, training_ids, validation, run_dir, args, strategy):
     if args.tensorboard:
         callbacks.append(keras.callbacks.TensorBoard(run_dir / "tensorboard"))
     windows = random_windows(training_ids, args, first_epoch * args.validate_every)
-    with explain_lost_workers(strategy):
-        model.fit(
-            shard(windows, strategy),
-            initial_epoch=first_epoch,
-            epochs=args.steps // args.validate_every,
-            steps_per_epoch=args.validate_every,
-            validation_data=shard(validation, strategy),
-            callbacks=callbacks,
-            shuffle=False,  # the windows are at random places already
-            verbose=1 if sys.stdout.isatty() else 2,
-        )
+    model.fit(
+        shard(windows, strategy),
+        initial_epoch=first_epoch,
+        epochs=args.steps // args.validate_every,
+        steps_per_epoch=args.validate_every,
+        validation_data=shard(validation, strategy),
+        callbacks=callbacks,
+        shuffle=False,  # the windows are at random places already
+        verbose=1 if sys.stdout.isatty() else 2,
+    )
     return clock.characters_per_second(args)
 
 
@@ -491,7 +490,8 @@ def main(argv=None):
         write_json(run_dir / "settings.json", vars(args))
         characters.save(run_dir / "vocabulary.json")
     try:
-        return run(model, text, characters, start, run_dir, args, strategy)
+        with explain_lost_workers(strategy):
+            return run(model, text, characters, start, run_dir, args, strategy)
     except KeyboardInterrupt:
         if is_chief(strategy) and not (run_dir / "model.keras").exists():
             model.save(run_dir / "model.keras")

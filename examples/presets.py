@@ -68,7 +68,7 @@ PRESETS = {
         **TUTORIAL,
         "mixer": "gmlp",
         "heads": 1,
-        "mixer_options": {"d_ffn": 2048, "short_convolution": 0},
+        "mixer_options": {"d_ffn": 2048, "gating_weights": "full"},
         "block_size": 256,
         "batch_size": 32,
     },

@@ -115,7 +115,7 @@ def _cluster_of_workers():
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{expected}, received {text!r}") from error
     if job not in num_tasks or set(num_tasks) - {"chief", "worker"}:
-        raise ValueError(f"{expected} (one job may be named chief, and this process must be in a job), received {text!r}")
+        raise ValueError(f"{expected} (one job may be named chief, this process must be in a job), received {text!r}")
     if not 0 <= index < num_tasks[job]:
         raise ValueError(f"{expected}, from 0 to {num_tasks[job] - 1} for this cluster; received index {index}")
     return cluster
@@ -251,7 +251,7 @@ def _keras_can_fit(strategy):
         model.compile("sgd", "mse")
     ones = tf.ones([strategy.num_replicas_in_sync, 1])
     try:
-        model.fit(shard(tf.data.Dataset.from_tensors((ones, ones)), strategy), verbose=0)
+        model.fit(shard(tf.data.Dataset.from_tensors((ones, ones)), strategy), shuffle=False, verbose=0)
     except (ValueError, TypeError):  # in the same place on every worker, before anything is sent
         return False
     return True

@@ -193,7 +193,7 @@ def load_gmlp_model(model, arrays):
 
     Args:
         model: a `CausalLM` of the same sizes with `mixer="gmlp"`, `num_heads=1`,
-            `mixer_options={"short_convolution": 0, "d_ffn": f}`, `max_length` = n and no position
+            `mixer_options={"gating_weights": "full", "d_ffn": f}`, `max_length` = n and no position
             embedding. It is built if it was not.
         arrays: mapping of names to NumPy arrays of real numbers.
 
@@ -208,7 +208,7 @@ def load_gmlp_model(model, arrays):
     >>> import numpy as np
     >>> from favor_keras import CausalLM
     >>> from favor_keras.original_weights import load_gmlp_model
-    >>> options = {"short_convolution": 0, "d_ffn": 8}
+    >>> options = {"gating_weights": "full", "d_ffn": 8}
     >>> model = CausalLM(5, 4, num_layers=1, num_heads=1, mixer="gmlp", mixer_options=options, max_length=6)
     >>> shapes = {
     ...     "src_embed.weight": (5, 4),

@@ -360,15 +360,15 @@ def test_a_gmlp_block_is_a_whole_layer(mixer):
     model = make_model(mixer=mixer, max_length=20, dropout=0.25, num_layers=3)
     d, f, n, heads, a = HIDDEN, 5 * HIDDEN, 20, 2, 64 if mixer == "amlp" else 0
     attention = 3 * (d * a + a) + (a * f + f) // 2 if a else 0
-    block = 2 * d + (d * f + f) + f + heads * (n * n + n) + (f * d // 2 + d) + attention + 4 * d
+    block = 2 * d + (d * f + f) + f + heads * (2 * n - 1 + n) + (f * d // 2 + d) + attention
     assert model.count_params() == VOCABULARY * d + 3 * block + 2 * d + d * VOCABULARY + VOCABULARY
     for block in model.blocks:
         assert isinstance(block, GMLPBlock)
         assert (block.causal, block.seq_len, block.dropout_rate) == (True, n, 0.25)
     assert len({block.seed for block in model.blocks}) == 3
-    options = {"d_ffn": 12, "gating_weights": "toeplitz"}
+    options = {"d_ffn": 12, "gating_weights": "full"}
     overridden = make_model(mixer=mixer, max_length=20, num_heads=3, mixer_options=options)
-    assert [(b.d_ffn, b.num_heads, b.gating_weights) for b in overridden.blocks] == [(12, 3, "toeplitz")] * 2
+    assert [(b.d_ffn, b.num_heads, b.gating_weights) for b in overridden.blocks] == [(12, 3, "full")] * 2
 
 
 def test_stochastic_depth_grows_with_the_depth():

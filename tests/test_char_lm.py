@@ -261,7 +261,7 @@ def test_every_preset_starts(name, text_file, tmp_path, monkeypatch):
     if "feed_forward_size" in char_lm.presets.PRESETS[name]:
         smaller += " --feed-forward-size 32"
     if "d_ffn" in char_lm.presets.PRESETS[name].get("mixer_options", {}):
-        smaller += ' --mixer-options {"d_ffn":32,"short_convolution":0}'
+        smaller += ' --mixer-options {"d_ffn":32,"gating_weights":"full"}'
     if name == "nanogpt_gpu":
         smaller += " --heads 2"
     options = ["--preset", name, "--data", str(text_file), "--run-dir", str(tmp_path / "run"), *smaller.split()]

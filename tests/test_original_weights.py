@@ -42,7 +42,7 @@ def gmlp_model(**options):
         "num_layers": LAYERS,
         "num_heads": 1,
         "mixer": "gmlp",
-        "mixer_options": {"d_ffn": 2 * GATE_SIZE, "short_convolution": 0},
+        "mixer_options": {"d_ffn": 2 * GATE_SIZE, "gating_weights": "full"},
         "max_length": LENGTH,
     }
     return CausalLM(VOCABULARY, HIDDEN, **{**settings, **options})
@@ -391,11 +391,11 @@ def test_other_fast_weights_models_are_refused(word):
 
 
 OTHER_GMLP_MODELS = {
-    "activation": {"mixer_options": {"activation": "relu", "short_convolution": 0}},
-    "gating_weights": {"mixer_options": {"gating_weights": "toeplitz", "short_convolution": 0}},
-    "num_heads": {"num_heads": 3, "mixer_options": {"short_convolution": 0}},
-    "attention_size": {"mixer": "amlp", "mixer_options": {"short_convolution": 0}},
-    "short_convolution": {"mixer_options": {}},
+    "activation": {"mixer_options": {"activation": "relu", "gating_weights": "full"}},
+    "gating_weights": {"mixer_options": {"gating_weights": "toeplitz"}},
+    "num_heads": {"num_heads": 3, "mixer_options": {"gating_weights": "full"}},
+    "attention_size": {"mixer": "amlp", "mixer_options": {"gating_weights": "full"}},
+    "short_convolution": {"mixer_options": {"gating_weights": "full", "short_convolution": 4}},
     "position_embedding": {"position_embedding": True},
     "GMLPBlock": {"mixer": "favor", "mixer_options": {}},
 }

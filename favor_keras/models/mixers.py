@@ -20,14 +20,14 @@ def fast_weights(hidden_size, num_heads, **options):
 
 
 def gmlp(hidden_size, num_heads, *, seq_len, depth, survival_probability=1.0, **options):
-    """Causal gMLP: a gate per head, d_ffn = 5 hidden_size, width-4 convolution.
+    """Causal gMLP: a Toeplitz gate per head (the more the better, 16 for a width of 128), d_ffn = 5 hidden_size.
 
     `depth` is the block's share of the way through the model. Its survival probability falls
     linearly with it, from 1 to `survival_probability` for the last block (arXiv:1603.09382).
     """
     settings = {
         "d_ffn": 5 * hidden_size,
-        "short_convolution": 4,
+        "gating_weights": "toeplitz",
         "survival_probability": 1 - depth * (1 - survival_probability),
     }
     return GMLPBlock(seq_len=seq_len, num_heads=num_heads, causal=True, **{**settings, **options})

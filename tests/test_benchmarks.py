@@ -1,0 +1,143 @@
+"""The benchmarks: what `Bench` does with right, wrong and infeasible candidates, and a small run of each new suite."""
+
+import json
+import math
+import pickle
+from functools import partial
+
+import pytest
+import tensorflow as tf
+
+from benchmarks import measure
+from benchmarks.bench import LIBRARY, Bench, Candidate
+from benchmarks.report import Plot, write_report
+from benchmarks.suites import accuracy, decode, training
+
+
+@pytest.fixture(autouse=True)
+def without_processes(monkeypatch):
+    """No new processes, which take seconds to start. What they would be sent is pickled and built all the same."""
+
+    def first_call(build, mode, time_limit):
+        pickle.loads(pickle.dumps(build))()
+        return 0.0, None
+
+    monkeypatch.setattr(measure, "first_call", first_call)
+
+
+def constant_program(value):
+    if value is None:
+        raise measure.NotFeasible("too large")
+    return measure.Program(lambda x: [x], (tf.constant([value]),))
+
+
+def candidate(name, value, mode="eager", **options):
+    return Candidate(name, mode, partial(constant_program, value), **options)
+
+
+def test_a_candidate_that_differs_fails_and_is_not_timed():
+    bench = Bench("suite", quick=True)
+    right, wrong = bench.compare("op", {"T": 1}, [candidate(LIBRARY, 1.0), candidate("other", 2.0)])
+    assert right["milliseconds"] > 0 and right["relative"] == 1
+    assert wrong["milliseconds"] is None and wrong["failure"].startswith(f"differs from {LIBRARY} eager by 1.0e+00")
+    assert not bench.succeeded
+
+
+def test_only_modes_are_compared_on_request():
+    candidates = [candidate("a", 1.0), candidate("b", 2.0), candidate("b", 2.0, "graph"), candidate("b", 3.0, "graph")]
+    rows = Bench("suite", quick=True).compare("op", {"T": 1}, candidates, only_modes=True)
+    assert [row["failure"] is None for row in rows] == [True, True, True, False]
+
+
+def test_candidates_of_other_shapes_are_related_to_the_yardstick_of_their_shape():
+    candidates = [candidate(name, 1.0, shape={"M": m}) for name in ("a", "b") for m in (1, 2)]
+    rows = Bench("suite", quick=True, yardstick="a").compare("op", {"T": 1}, candidates)
+    times = {(row["candidate"], row["shape"]["M"]): row["milliseconds"] for row in rows}
+    for row in rows:
+        m = row["shape"]["M"]
+        assert row["relative"] == pytest.approx(times[row["candidate"], m] / times["a", m])
+
+
+@pytest.mark.parametrize("yardstick, succeeded", [("a", True), ("b", False)])
+def test_only_the_yardstick_has_to_be_feasible(yardstick, succeeded):
+    bench = Bench("suite", quick=True, yardstick=yardstick)
+    rows = bench.compare("op", {"T": 1}, [candidate("a", 1.0), candidate("b", None)])
+    assert rows[1]["failure" if yardstick == "b" else "note"] == "too large"
+    assert bench.succeeded == succeeded
+
+
+def test_report_has_the_rows_the_claims_and_the_plots(tmp_path):
+    class suite:
+        """Title."""
+
+        PLOTS = [
+            Plot("time", "Time", "T", "milliseconds", upright="b"),
+            Plot("nothing", "Nothing", "T", "milliseconds", where={"op": "another"}),
+        ]
+
+    bench = Bench("suite", quick=True)
+    bench.claim("promised", 1.0, below=2.0)
+    for size in (0, 8):
+        for name in ("a", "b"):
+            bench.record("op", {"T": size}, name, "graph", {"milliseconds": 1.5})
+    write_report(bench, suite, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["suite.json", "suite.md", "suite_time.png"]
+    assert len(json.loads((tmp_path / "suite.json").read_text())["rows"]) == 4
+    table = (tmp_path / "suite.md").read_text()
+    assert "- promised: 1 (below 2.0: kept)" in table and table.count("| op | ") == 5
+
+
+@pytest.fixture
+def small_decode(monkeypatch):
+    sizes = {"HIDDEN_SIZE": 8, "NUM_HEADS": 2, "NUM_LAYERS": 1, "CHECKED_CONTEXT": 9, "PIECE": 4, "STEPS": 3}
+    settings = {**sizes, "LINEAR": ("favor",), "BATCH_SIZES": (1,), "QUICK_CONTEXTS": (0, 6), "QUICK_MODES": ("graph",)}
+    settings |= {"QUICK_WRITTEN": 16, "QUICK_WINDOW": 2, "SKIPPED": 2}
+    for name, value in settings.items():
+        monkeypatch.setattr(decode, name, value)
+    decode.cache_bytes.cache_clear()
+    yield
+    decode.cache_bytes.cache_clear()
+
+
+def test_decode(small_decode, monkeypatch):
+    bench = Bench("decode", quick=True, yardstick=decode.YARDSTICK)
+    decode.run(bench)
+    assert [row["failure"] for row in bench.rows] == [None] * len(bench.rows)
+    assert len(bench.claims) == 2 and all(claim["measured"] > 0 for claim in bench.claims)
+    steps = [row for row in bench.rows if row["case"] == "context"]
+    assert all(row["ms_per_token"] == pytest.approx(row["milliseconds"] / 3) for row in steps)
+    megabytes = {(row["candidate"], row["shape"]["context"]): row["cache_mb"] for row in steps}
+    # keys and values of 8 numbers of 4 bytes for the context and 3 steps, and a position
+    assert megabytes["softmax", 6] == pytest.approx(1e-6 * 4 * (2 * 8 * (6 + 3) + 1))
+    assert megabytes["favor", 6] == megabytes["favor", 0]
+    monkeypatch.setattr(decode, "_memory_bytes", lambda: 1000)
+    with pytest.raises(measure.NotFeasible, match="do not fit"):
+        decode.program("softmax", {"B": 1, "context": 6}, None)
+
+
+def test_accuracy(monkeypatch):
+    settings = {"QUICK_LENGTH": 16, "QUICK_SIZES": (4,), "QUICK_NUM_FEATURES": (4, 512), "MODES": ("graph",)}
+    settings |= {"PROJECTIONS": ("iid",), "KERNELS": ("softmax",)}
+    for name, value in settings.items():
+        monkeypatch.setattr(accuracy, name, value)
+    bench = Bench("accuracy", quick=True, yardstick=accuracy.YARDSTICK)
+    accuracy.run(bench)
+    exact, few, many = bench.rows
+    assert exact["output_error"] == 0 and exact["relative"] == 1
+    for name in ("error", "output_error", "weight_error"):
+        assert 0 < many[name] < few[name] < math.inf
+
+
+def test_training(monkeypatch):
+    settings = {"HIDDEN_SIZE": 8, "NUM_HEADS": 2, "NUM_LAYERS": 1, "NUM_LAYERS_OF_BLOCKS": 1}
+    settings |= {"QUICK_TOKENS": 16, "QUICK_LENGTHS": (8,), "MIXERS": ("softmax",)}
+    for name, value in settings.items():
+        monkeypatch.setattr(training, name, value)
+    bench = Bench("training", quick=True, yardstick=training.YARDSTICK)
+    training.run(bench)
+    assert [row["failure"] for row in bench.rows] == [None] * 2
+    for row in bench.rows:
+        assert row["characters_per_second"] == pytest.approx(16 * 1e3 / row["milliseconds"])
+    step = training.program("softmax", {"B": 2, "T": 8}).compiled("graph")
+    (first,), (second,) = step(), step()
+    assert second < first
