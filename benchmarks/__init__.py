@@ -4,7 +4,8 @@ Every module in `benchmarks.suites` is a suite:
 
 - its docstring's first line says what it measures;
 - `run(bench)` measures, through a `benchmarks.bench.Bench`;
-- `PLOTS`, a list of `benchmarks.report.Plot`, may draw the rows.
+- `PLOTS`, a list of `benchmarks.report.Plot`, may draw the rows;
+- `YARDSTICK` may name the candidate that the others are related to.
 """
 
 import os

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import suites
-from benchmarks.bench import Bench
+from benchmarks.bench import LIBRARY, Bench
 from benchmarks.report import write_report
 
 
@@ -25,7 +25,7 @@ def main(arguments=None):
     succeeded = True
     for name in options.suites or names:
         suite = importlib.import_module(f"benchmarks.suites.{name}")
-        bench = Bench(name, quick=options.quick)
+        bench = Bench(name, options.quick, getattr(suite, "YARDSTICK", LIBRARY))
         try:
             suite.run(bench)
         finally:

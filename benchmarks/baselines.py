@@ -87,6 +87,12 @@ def quadratic_attention(query_features, key_features, value):
     return output / tf.transpose(tf.reduce_sum(weights, axis=-1), [0, 2, 1])[..., None]
 
 
+def softmax_attention(query, key, value):
+    """What the softmax kernels approximate: every query sees all keys. [B, T, H, K], [B, S, H, K], [B, S, H, D]."""
+    logits = tf.einsum("bthk,bshk->bhts", query, key) / tf.sqrt(tf.cast(tf.shape(key)[-1], query.dtype))
+    return tf.einsum("bhts,bshd->bthd", tf.nn.softmax(logits), value)
+
+
 def scan_delta_rule(query, key, value, beta):
     """The delta rule from the zero state, by `tf.scan` over the tokens.
 

@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
@@ -20,11 +20,15 @@ FIGURES = ("milliseconds", "relative", "first_call_ms", "peak_mb", "error")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute something: `build()`, picklable, returns a `measure.Program`."""
+    """One way to compute something: `build()`, picklable, returns a `measure.Program`.
+
+    `shape` has sizes of its own, besides those that all candidates share.
+    """
 
     name: str
     mode: str
     build: Callable
+    shape: dict = field(default_factory=dict)
 
 
 class Bench:
@@ -32,13 +36,15 @@ class Bench:
 
     Attributes:
         quick: whether the suite should measure few and small cases.
+        yardstick: the candidate that must be feasible, and whose fastest mode the others are related to.
         rows: list of dicts, in the order of measurement.
         claims: list of dicts: figures that were promised.
     """
 
-    def __init__(self, suite, quick=False):
+    def __init__(self, suite, quick=False, yardstick=LIBRARY):
         self.suite = suite
         self.quick = quick
+        self.yardstick = yardstick
         self.repeats = 3 if quick else 7
         self.time_limit = 100 if quick else 300
         self.rows = []
@@ -49,12 +55,25 @@ class Bench:
     def succeeded(self):
         return all(row["failure"] is None for row in self.rows) and all(claim["kept"] for claim in self.claims)
 
-    def compare(self, op, shape, candidates, *, dtype="float32", tolerance=1e-4, **labels):
+    def compare(
+        self,
+        op,
+        shape,
+        candidates,
+        *,
+        dtype="float32",
+        tolerance=1e-4,
+        only_modes=False,
+        first_calls=True,
+        derived=None,
+        **labels,
+    ):
         """Check that the candidates compute the same, then measure their memory and time them in turns.
 
-        The first candidate must be the library's. Another whose first call, in a process of its own, takes too much
-        time or memory is not feasible: its row says so. One that computes something else than the first, or that
-        raises, is wrong: its row says so, it is not timed, and the benchmark fails.
+        The others are checked against the first candidate. One whose first call, in a process of its own, takes too
+        much time or memory is not feasible: its row says so, and the benchmark fails if it is the yardstick. One that
+        computes something else than the first, or that raises, is wrong: its row says so, it is not timed, and the
+        benchmark fails.
 
         Args:
             op: what is computed.
@@ -62,36 +81,51 @@ class Bench:
             candidates: list of `Candidate`.
             dtype: of the data, for the row.
             tolerance: largest relative error against the first candidate.
+            only_modes: for candidates that compute different things: each is checked against the first one of its
+                name and shape.
+            first_calls: whether to measure first calls and their memory.
+            derived: dict of further figures: functions of the row, None where they have nothing to tell.
             labels: further columns of the rows.
 
         Returns:
-            The rows, one per candidate. `relative` is the time over that of the library's fastest mode.
+            The rows, one per candidate. `relative` is the time over that of the yardstick's fastest mode in the same
+            shape, or in its own where it has another.
         """
-        rows = [self._row(op, shape, dtype, candidate, labels) for candidate in candidates]
-        calls, expected = {}, None
+        rows = [self._row(op, {**shape, **c.shape}, dtype, c.name, c.mode, labels) for c in candidates]
+        calls, expected = {}, {}
         for index, (candidate, row) in enumerate(zip(candidates, rows)):
-            print(f"{op} {sizes(shape)} {candidate.name} {candidate.mode} ...", flush=True)
-            if not self._measure_first_call(candidate, row):
+            print(f"{op} {sizes(row['shape'])} {candidate.name} {candidate.mode} ...", flush=True)
+            if first_calls and not self._measure_first_call(candidate, row):
                 continue
             program = candidate.build()
             call = program.compiled(candidate.mode)
             results = program.comparable(call())
-            expected = results if expected is None else expected
-            row["error"] = measure.relative_error(results, expected)
+            same = (candidate.name, sizes(row["shape"])) if only_modes else None
+            first, truth = expected.setdefault(same, (candidate, results))
+            row["error"] = measure.relative_error(results, truth)
             if row["error"] <= tolerance:
                 calls[index] = call
             else:
-                row["failure"] = f"differs from {rows[0]['candidate']} by {row['error']:.1e}, more than {tolerance}"
+                row["failure"] = f"differs from {first.name} {first.mode} by {row['error']:.1e}, more than {tolerance}"
         for index, seconds in zip(calls, measure.alternating_medians(calls.values(), self.repeats)):
             rows[index]["milliseconds"] = 1e3 * seconds
-        best = fastest(rows, candidate=LIBRARY)
         for row in rows:
+            own = fastest(rows, candidate=self.yardstick)
+            best = fastest(rows, candidate=self.yardstick, shape=row["shape"]) or own
             if best and row["milliseconds"]:
                 row["relative"] = row["milliseconds"] / best
-            print(_summary(row), flush=True)
+            row |= {name: function(row) for name, function in (derived or {}).items()}
+            print(_summary(row, derived or {}), flush=True)
         self.rows += rows
         gc.collect()
         return rows
+
+    def record(self, op, shape, candidate, mode, figures, *, dtype="float32", **labels):
+        """Add a row of what a suite measured itself: a dict of figures. Returns the row."""
+        row = {**self._row(op, shape, dtype, candidate, mode, labels), **figures}
+        print(f"{op} {sizes(shape)}\n{_summary(row, figures)}", flush=True)
+        self.rows.append(row)
+        return row
 
     def claim(self, text, measured, *, at_least=None, below=None):
         """Record a promised figure, and whether it was kept; a figure of None was not."""
@@ -107,12 +141,12 @@ class Bench:
             seconds, row["peak_mb"] = measure.first_call(candidate.build, candidate.mode, self.time_limit)
             row["first_call_ms"] = 1e3 * seconds
         except (measure.NotFeasible, RuntimeError) as reason:
-            expected = isinstance(reason, measure.NotFeasible) and candidate.name != LIBRARY
+            expected = isinstance(reason, measure.NotFeasible) and candidate.name != self.yardstick
             row["note" if expected else "failure"] = str(reason)
         return row["first_call_ms"] is not None
 
-    def _row(self, op, shape, dtype, candidate, labels):
-        row = {"suite": self.suite, "op": op, **labels, "candidate": candidate.name, "mode": candidate.mode}
+    def _row(self, op, shape, dtype, candidate, mode, labels):
+        row = {"suite": self.suite, "op": op, **labels, "candidate": candidate, "mode": mode}
         empty = dict.fromkeys((*FIGURES, "note", "failure"))
         return {**row, "shape": shape, "dtype": dtype, **empty, "repeats": self.repeats, **self.environment}
 
@@ -152,7 +186,8 @@ def _commit():
     return git.stdout.strip() or None
 
 
-def _summary(row):
+def _summary(row, further):
     remark = row["failure"] or row["note"]
-    measured = remark or ", ".join(f"{name} {figure(row[name])}" for name in FIGURES)
-    return f"  {row['candidate']} {row['mode']}: {measured}"
+    names = dict.fromkeys((*FIGURES, *further))
+    measured = remark or ", ".join(f"{name} {figure(row[name])}" for name in names if row[name] is not None)
+    return f"  {row['candidate']} {row['mode']} {sizes(row['shape'])}: {measured}"

@@ -78,7 +78,7 @@ def first_call(build, mode, time_limit):
         in place. It is None where /proc does not tell it.
 
     Raises:
-        NotFeasible: if the child is out of time or memory.
+        NotFeasible: if the child is out of time or memory, or `build` raises it.
         RuntimeError: if the program raises anything else.
     """
     context = multiprocessing.get_context("spawn")
@@ -107,6 +107,8 @@ def _first_call(sender, build, mode):
         memory = _PeakMemory()
         seconds = seconds_of(call)
         sender.send((seconds, memory.megabytes()))
+    except NotFeasible as reason:
+        sender.send(reason)
     except (MemoryError, tf.errors.ResourceExhaustedError):
         sender.send(NotFeasible("out of memory"))
     except Exception as error:

@@ -2,19 +2,27 @@
 
 import json
 from dataclasses import dataclass, field
+from statistics import median
 
-from benchmarks.bench import FIGURES, figure, sizes
+from benchmarks.bench import figure, sizes
 
 _COLUMNS = {
     "milliseconds": "ms",
-    "relative": "ms / library's",
+    "relative": "relative ms",
     "first_call_ms": "first call, ms",
     "peak_mb": "peak memory, MB",
     "error": "relative error",
+    "ms_per_token": "ms per token",
+    "cache_mb": "cache, MB",
+    "steps_per_second": "steps / s",
+    "characters_per_second": "characters / s",
+    "output_error": "relative error of the output",
+    "weight_error": "relative error of the weights",
 }
+_STYLES = ("-", "--", ":", "-.")
 _NOTES = """
-Milliseconds are medians of {repeats} calls, the candidates of one shape taking turns. The library's fastest mode
-is 1 in the next column: below 1, the other is faster. First call: in a new process, with tracing and compiling. Peak
+Milliseconds are medians of {repeats} calls, the candidates of one shape taking turns. In the next column the fastest
+mode of {yardstick} is 1: below 1, the other is faster. First call: in a new process, with tracing and compiling. Peak
 memory: of that first call, above what the process held before it. Relative error: the largest one of outputs and
 gradients, against the first candidate of the shape.
 """
@@ -22,11 +30,13 @@ gradients, against the first candidate of the shape.
 
 @dataclass(frozen=True)
 class Plot:
-    """Lines of `y` against the size named `x`, both logarithmic: one line per value of `lines`.
+    """Lines of `y` against the size or column named `x`, both logarithmic: one line per pair of values of
+    the columns `lines`, the first of which makes its colour, the second its style.
 
     Attributes:
         name: the file's, after the suite's.
-        where: labels that a row must have.
+        where: labels that a row must have, and sizes.
+        upright: a candidate that has no line, but an upright one at the median of its `x`.
     """
 
     name: str
@@ -35,6 +45,7 @@ class Plot:
     y: str
     lines: tuple = ("candidate", "mode")
     where: dict = field(default_factory=dict)
+    upright: str | None = None
 
 
 def write_report(bench, suite, folder):
@@ -44,8 +55,9 @@ def write_report(bench, suite, folder):
     path.with_suffix(".json").write_text(json.dumps({"rows": bench.rows, "claims": bench.claims}, indent=1) + "\n")
     drawn = [plot for plot in getattr(suite, "PLOTS", ()) if _draw(plot, bench.rows, folder / _file(bench, plot))]
     images = [f"![{plot.title}]({_file(bench, plot)})" for plot in drawn]
-    title = suite.__doc__.strip().splitlines()[0]
-    parts = [f"# {bench.suite}: {title}", *_claims(bench.claims), _environment(bench), _table(bench.rows), *images]
+    title, _, explanation = suite.__doc__.strip().partition("\n")
+    parts = [f"# {bench.suite}: {title}", explanation.strip(), *_claims(bench.claims), _environment(bench)]
+    parts = [part for part in (*parts, _table(bench.rows), *images) if part]
     path.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
     print(f"written: {path}.json, {path}.md, {len(drawn)} plots", flush=True)
 
@@ -63,8 +75,8 @@ def _claims(claims):
 def _environment(bench):
     versions = ", ".join(f"{name} {version}" for name, version in bench.environment["versions"].items())
     commit = bench.environment["commit"] or "unknown"
-    notes = _NOTES.format(repeats=bench.repeats).rstrip()
-    return f"{bench.environment['machine']}; {versions}; commit {commit}.\n{notes}"
+    notes = " ".join(_NOTES.split()).format(repeats=bench.repeats, yardstick=bench.yardstick)
+    return f"{bench.environment['machine']}; {versions}; commit {commit}.\n\n{notes}"
 
 
 def _table(rows):
@@ -82,18 +94,22 @@ def _table(rows):
 
 
 def _cell(name, value):
-    if name in FIGURES:
+    if value is None or isinstance(value, float):
         return figure(value)
     return sizes(value) if name == "shape" else str(value)
 
 
 def _draw(plot, rows, path):
     """Whether there was something to draw."""
-    lines = {}
-    for row in rows:
-        if row[plot.y] is not None and all(row[name] == value for name, value in plot.where.items()):
-            label = ", ".join(str(row[name]) for name in plot.lines)
-            lines.setdefault(label, []).append((row["shape"][plot.x], row[plot.y]))
+    lines, upright = {}, []
+    for row in ({**row["shape"], **row} for row in rows):
+        wanted = all(row.get(name) == value for name, value in plot.where.items())
+        if wanted and row.get(plot.x) is not None and row.get(plot.y) is not None:
+            label = tuple(str(row[name]) for name in plot.lines)
+            if row["candidate"] == plot.upright:
+                upright.append(row[plot.x])
+            else:
+                lines.setdefault(label, []).append((row[plot.x], row[plot.y]))
     if not lines:
         return False
     import matplotlib  # here, so that child processes do not load it
@@ -101,12 +117,27 @@ def _draw(plot, rows, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    canvas, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    canvas, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    colours, styles = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in zip(*lines))
     for label, points in lines.items():
-        axes.plot(*zip(*sorted(points)), marker="o", label=label)
-    axes.set(title=plot.title, xlabel=plot.x, ylabel=_COLUMNS[plot.y], xscale="log", yscale="log")
+        look = {"color": f"C{colours[label[0]]}", "linestyle": _STYLES[styles[label[1]]]}
+        axes.plot(*zip(*sorted(points)), marker="o", label=", ".join(label), **look)
+    if upright:
+        axes.axvline(median(upright), color="black", label=plot.upright)
+    canvas.suptitle(plot.title)
+    axes.set(xlabel=_COLUMNS.get(plot.x, plot.x), ylabel=_COLUMNS[plot.y], xscale="log", yscale="log")
+    if plot.x not in _COLUMNS:
+        _mark_sizes(axes, sorted({x for points in lines.values() for x, _ in points}))
     axes.grid(alpha=0.3)
-    axes.legend()
+    canvas.legend(loc="outside right center")
     canvas.savefig(path, dpi=120)
     pyplot.close(canvas)
     return True
+
+
+def _mark_sizes(axes, marked):
+    """Ticks at the sizes; also at zero, which an axis of logarithms has no place for."""
+    if marked[0] == 0 and len(marked) > 1:
+        axes.set_xscale("symlog", linthresh=marked[1], linscale=0.5)
+    axes.set_xticks(marked, marked)
+    axes.xaxis.minorticks_off()

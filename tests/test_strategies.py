@@ -111,10 +111,10 @@ def fit_every_layer_with_dropout():
             x = FastWeightsAttention(8, 2, attention_dropout=0.1)(x)
             x = GMLPBlock(seq_len=16, d_ffn=16, causal=True, dropout=0.1, survival_probability=0.9)(x)
             model = keras.Model(ids, keras.layers.Dense(program.VOCABULARY)(x))
-            model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.compile(keras.optimizers.Adam(0.03), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         data = np.random.default_rng(0).integers(0, program.VOCABULARY, [2, 12, 16])
-        losses = model.fit(*data, batch_size=4, epochs=2, verbose=0).history["loss"]
-        assert np.all(np.isfinite(losses)) and losses[1] < losses[0], losses
+        losses = model.fit(*data, batch_size=4, epochs=4, verbose=0).history["loss"]
+        assert np.all(np.isfinite(losses)) and losses[-1] < losses[0], losses
 
 
 def fail_to_fit():
@@ -329,7 +329,7 @@ def training_step(mixer):
     if mixer == "favor":
         model.blocks[0].mixer.redraw_interval = 2
     model.build((2, 3 * 64))
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(keras.optimizers.Adam(0.03), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.build(model.trainable_variables)
     ids = tf.TensorSpec([2, 3 * 64], "int32")
     return tf.function(lambda x, y: model.train_step((x, y)), [ids, ids], autograph=False, jit_compile=True)
@@ -382,8 +382,8 @@ def check_training_step(mixer):
     assert not [(mixer, scope, node.name) for scope, node in nodes if NOT_ON_A_TPU.fullmatch(node.op)]
     assert not dynamic_loops(graph), mixer
     ids = np.random.default_rng(0).integers(0, program.VOCABULARY, [2, 2, 3 * 64]).astype("int32")
-    losses = [float(step(*ids)["loss"]) for _ in range(3)]
-    assert np.all(np.isfinite(losses)) and losses[2] < losses[0], losses
+    losses = [float(step(*ids)["loss"]) for _ in range(8)]
+    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0], losses
     assert step.experimental_get_tracing_count() == 1
 
 

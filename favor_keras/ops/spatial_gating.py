@@ -227,12 +227,12 @@ def put_in_place(buffer, x, start, key_mask):
     """`buffer` [B, n, D], from place `start` [B] on with the positions of x [B, T, D] that are kept."""
     if x.shape[1] == 0:
         return buffer
-    order = _kept_first(key_mask)
     which = tf.range(tf.shape(buffer)[1]) - start[:, None]
     is_new = (which >= 0) & (which < _count(key_mask)[:, None])
-    which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
-    new = tf.gather(x, tf.gather(order, which, batch_dims=1), batch_dims=1)
-    filled = tf.where(is_new[..., None], new, buffer)
+    if x.shape[1] != 1:  # one position, as in generation, needs no gathering in the size of the buffer
+        which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
+        x = tf.gather(x, tf.gather(_kept_first(key_mask), which, batch_dims=1), batch_dims=1)
+    filled = tf.where(is_new[..., None], x, buffer)
     filled.set_shape(buffer.shape)  # as a loop requires that carries it
     return filled
 
