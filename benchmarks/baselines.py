@@ -1,7 +1,7 @@
 """Other ways to compute what the library computes, written for comparison only.
 
-Of those for causal linear attention the first two take features and values with the time first, [T, B, H, M] and [T, B, H, D], because that is the
-layout in which they are fastest. All compute
+Of those for causal linear attention the first two take features and values with the time first, [T, B, H, M] and
+[T, B, H, D], because that is the layout in which they are fastest. All compute
 
     o_i = sum_{j<=i} (q_i . k_j) v_j / sum_{j<=i} q_i . k_j.
 """

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 tf.get_logger().setLevel("ERROR")  # it warns of the many functions that are traced on purpose
 
+
 @dataclass(frozen=True)
 class Program:
     """`function(*arguments)` gives tensors; `comparable` brings them to the layout that all candidates share."""

@@ -19,7 +19,6 @@ Without --full the keys are smaller and fewer. The output folder gets the settin
 
 import argparse
 import itertools
-import json
 import math
 import os
 import sys
@@ -32,8 +31,8 @@ import keras  # noqa: E402
 import matplotlib.figure  # noqa: E402
 import matplotlib.ticker  # noqa: E402
 import tensorflow as tf  # noqa: E402
-
 from command_line import OneLineParser, number, write_json  # noqa: E402
+
 from favor_keras.ops import create_projection_matrix, delta_rule, dpfp, get_kernel, linear_attention  # noqa: E402
 from favor_keras.ops.dpfp import sum_normalized  # noqa: E402
 

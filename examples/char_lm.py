@@ -28,14 +28,13 @@ import matplotlib.figure  # noqa: E402
 import matplotlib.ticker  # noqa: E402
 import numpy as np  # noqa: E402
 import presets  # noqa: E402
-import tensorflow as tf  # noqa: E402
 from command_line import (  # noqa: E402
     OneLineParser,
     add_sampling,
     count,
     json_object,
-    positive,
     not_negative,
+    positive,
     seed,
     share,
     write_json,

@@ -1,6 +1,6 @@
 """Write the model of a run folder as a SavedModel that needs only TensorFlow.
 
-    python examples/export_model.py runs/char_lm-python_docs-favor-1 exported
+python examples/export_model.py runs/char_lm-python_docs-favor-1 exported
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Let a trained model write: its text appears character by character.
 
-    python examples/generate.py runs/char_lm-python_docs-favor-1 --prompt "The class "
+python examples/generate.py runs/char_lm-python_docs-favor-1 --prompt "The class "
 """
 
 import argparse

@@ -150,7 +150,8 @@ def call(signature, **inputs):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description="Serve an exported character model over HTTP.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Serve an exported character model over HTTP.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("folder", help="SavedModel that export_model.py has written")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the default is this machine only")

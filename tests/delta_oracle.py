@@ -22,9 +22,7 @@ def delta_rule_gradients(d_output, d_state, query, key, value, beta, log_decay=N
     for t in range(key.shape[1]):
         token = slice(t, t + 1)
         gate = None if log_decay is None else log_decay[:, token]
-        states.append(
-            delta_rule(query[:, token], key[:, token], value[:, token], beta[:, token], gate, states[-1])[1]
-        )
+        states.append(delta_rule(query[:, token], key[:, token], value[:, token], beta[:, token], gate, states[-1])[1])
     gradients = {name: np.zeros_like(x) for name, x in (("query", query), ("key", key), ("value", value))}
     gradients |= {"beta": np.zeros_like(beta), "log_decay": np.zeros_like(beta)}
     for t in reversed(range(key.shape[1])):

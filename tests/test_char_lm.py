@@ -163,7 +163,16 @@ def test_without_a_validation_there_is_a_model_all_the_same(text_file, tmp_path,
 
 
 def test_a_loss_that_is_never_finite_is_an_error(text_file, tmp_path, capsys):
-    options = ["--data", str(text_file), "--run-dir", str(tmp_path), *TINY, "--learning-rate", "1e30", "--clip-norm=1e30"]
+    options = [
+        "--data",
+        str(text_file),
+        "--run-dir",
+        str(tmp_path),
+        *TINY,
+        "--learning-rate",
+        "1e30",
+        "--clip-norm=1e30",
+    ]
     assert char_lm.main(options) == 1
     assert "--learning-rate" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "sample.txt").exists()

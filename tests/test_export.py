@@ -123,7 +123,7 @@ def test_texts_are_those_of_the_model(name, models, answers):
 @all_models
 def test_what_it_cannot_do_it_says(name, models, answers):
     unknown, empty, none, cold = answers[name]["refusals"]
-    assert "prompt has unknown characters" in unknown and "[z ?]" in unknown.replace("\"", "")
+    assert "prompt has unknown characters" in unknown and "[z ?]" in unknown.replace('"', "")
     assert "prompt must not be empty" in empty
     assert "num_characters must be at least 1" in none
     assert "temperature must be at least 0" in cold

@@ -97,7 +97,9 @@ def naive_layer(layer, weights, query, source, query_mask=None, source_mask=None
         projection = layer.projection_matrix.numpy().astype("float64")
         if name_of(layer.kernel_transformation) == "ReluKernel":
             projected = np.einsum("bthd,md->bthm", x, projection)
-            return np.where(np.real(projected) > 0, projected, 0) / math.sqrt(len(projection)) + 1e-3, np.zeros(x.shape[:3])
+            return np.where(np.real(projected) > 0, projected, 0) / math.sqrt(len(projection)) + 1e-3, np.zeros(
+                x.shape[:3]
+            )
         x = x / x.shape[-1] ** 0.25
         projected = np.einsum("bthd,md->bthm", x, projection)
         largest = np.take_along_axis(projected, np.real(projected).argmax(axis=-1)[..., None], axis=-1)
@@ -502,7 +504,9 @@ def test_D2_padded_rows_of_different_lengths_stream_as_they_do_alone(kernel, con
 def test_D2_cross_attention_streams_with_both_masks():
     layer = make_layer(layer_class=FavorAttention, causal=True, short_convolution=4)
     query, source = inputs_for(layer, length=9)
-    masks = {f"{n}_mask": np.random.default_rng(i).uniform(size=[2, 9]) < 0.7 for i, n in enumerate(("query", "source"))}
+    masks = {
+        f"{n}_mask": np.random.default_rng(i).uniform(size=[2, 9]) < 0.7 for i, n in enumerate(("query", "source"))
+    }
 
     def piece(start, end, cache):
         part = slice(start, end)
@@ -561,7 +565,9 @@ def test_caches_of_other_contents_are_refused(layer_class):
             layer(*inputs_for(layer), cache=wrong)
 
 
-@pytest.mark.parametrize("name", ["numerator", "denominator", "log_scale", "query_inputs", "key_inputs", "value_inputs"])
+@pytest.mark.parametrize(
+    "name", ["numerator", "denominator", "log_scale", "query_inputs", "key_inputs", "value_inputs"]
+)
 def test_caches_of_another_batch_size_are_refused(name):
     layer = make_layer(causal=True, short_convolution=4)
     with pytest.raises(ValueError, match=name):
@@ -786,7 +792,10 @@ def test_A1_the_number_of_weights_is_that_of_the_formula():
         ({"kernel_transformation": "rbf"}, "kernel_transformation must be one of .*relu.*softmax.* received 'rbf'"),
         ({"kernel_transformation": 3}, "kernel_transformation must be one of .* received 3"),
         ({"numerical_stabilizer": -1e-3}, "numerical_stabilizer must be at least 0 or None, received -0.001"),
-        ({"projection_matrix_type": "gaussian"}, "projection_matrix_type must be None or one of .* received 'gaussian'"),
+        (
+            {"projection_matrix_type": "gaussian"},
+            "projection_matrix_type must be None or one of .* received 'gaussian'",
+        ),
         ({"nb_random_features": -1}, "nb_random_features must be 0 or a positive integer, received -1"),
         ({"nb_random_features": 8.0}, "nb_random_features must be 0 or a positive integer, received 8.0"),
         ({"nb_random_features": 8, "projection_matrix_type": None}, "nb_random_features needs a projection.*=8"),
@@ -802,7 +811,12 @@ def test_A1_the_number_of_weights_is_that_of_the_formula():
     ids=lambda x: ", ".join(f"{name}={value}" for name, value in x.items()) if isinstance(x, dict) else "",
 )
 def test_bad_arguments_are_refused(options, message):
-    settings = {"hidden_size": HIDDEN, "num_heads": HEADS, "kernel_transformation": "relu", "projection_matrix_type": "iid"}
+    settings = {
+        "hidden_size": HIDDEN,
+        "num_heads": HEADS,
+        "kernel_transformation": "relu",
+        "projection_matrix_type": "iid",
+    }
     with pytest.raises(ValueError, match=message):
         SelfAttention(**{**settings, **options})
 

@@ -29,9 +29,7 @@ def layers_model():
     self_attention = SelfAttention(
         HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, **options
     )
-    cross_attention = FavorAttention(
-        HIDDEN, HEADS, projection_matrix_type="givens", nb_random_features=7, **options
-    )
+    cross_attention = FavorAttention(HIDDEN, HEADS, projection_matrix_type="givens", nb_random_features=7, **options)
     return keras.Model([x, source], [self_attention(masked), cross_attention(masked, masked_source)])
 
 

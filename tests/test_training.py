@@ -35,7 +35,9 @@ def attention_model(length=None, dropout=0.0):
         HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, **options
     )
     x = attention(embedded)
-    x = FavorAttention(HIDDEN, HEADS, projection_matrix_type="iid", nb_random_features=8, causal=True, **options)(x, embedded)
+    x = FavorAttention(HIDDEN, HEADS, projection_matrix_type="iid", nb_random_features=8, causal=True, **options)(
+        x, embedded
+    )
     return keras.Model(ids, keras.layers.Dense(VOCABULARY)(x))
 
 
@@ -165,7 +167,9 @@ def test_N4_D13_long_training_stays_finite_and_decodes_like_the_whole_text():
     blocks = [DecoderBlock(mixer, 24) for mixer in mixers]
     for block in blocks:
         x = block(x)
-    model = compile_model(keras.Model(ids, keras.layers.Dense(VOCABULARY)(x)), keras.optimizers.Adam(3e-3), jit_compile=False)
+    model = compile_model(
+        keras.Model(ids, keras.layers.Dense(VOCABULARY)(x)), keras.optimizers.Adam(3e-3), jit_compile=False
+    )
 
     def train(steps):
         data = tf.data.Dataset.from_tensors(text_batch(16, 24)).repeat(steps)
@@ -218,7 +222,10 @@ def train_on_two_devices(path):
         keras.utils.set_random_seed(0)
         model = make_model()
         losses = losses_of_fit(model, jit_compile=False)
-        return {"losses": losses, "projections": [w.numpy().tolist() for w in model.non_trainable_weights if len(w.shape)]}
+        return {
+            "losses": losses,
+            "projections": [w.numpy().tolist() for w in model.non_trainable_weights if len(w.shape)],
+        }
 
     def in_scope(make_model):
         with strategy.scope():

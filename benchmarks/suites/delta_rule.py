@@ -56,9 +56,7 @@ def program(candidate, shape, backward):
     generator = np.random.default_rng(0)
     leading = [shape[letter] for letter in "BTH"]
     query, key = (dpfp(generator.normal(size=[*leading, shape["K"] // 2]).astype("float32")) for _ in range(2))
-    value, d_output = (
-        tf.constant(generator.normal(size=[*leading, shape["D"]]).astype("float32")) for _ in range(2)
-    )
+    value, d_output = (tf.constant(generator.normal(size=[*leading, shape["D"]]).astype("float32")) for _ in range(2))
     beta = tf.constant(generator.uniform(size=leading).astype("float32"))
 
     def forward(query, key, value, beta, d_output):

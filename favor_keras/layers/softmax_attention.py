@@ -131,7 +131,11 @@ class SoftmaxAttention(keras.layers.Layer):
         if max_length is None:
             raise ValueError("max_length must be the greatest number of positions, received None")
         dtype, shape = state_dtype(self), [batch_size, max_length, self.num_heads, self.hidden_size // self.num_heads]
-        return {"keys": tf.zeros(shape, dtype), "values": tf.zeros(shape, dtype), "position": tf.zeros([batch_size], dtype)}
+        return {
+            "keys": tf.zeros(shape, dtype),
+            "values": tf.zeros(shape, dtype),
+            "position": tf.zeros([batch_size], dtype),
+        }
 
     def compute_output_spec(self, inputs, mask=None, inputs_mask=None, cache=None, training=None):
         return spec_with_cache(self, inputs.shape, cache)

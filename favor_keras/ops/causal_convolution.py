@@ -41,9 +41,7 @@ def causal_convolution(inputs, kernel):
             f"received {inputs.shape} and {kernel.shape}"
         )
     if inputs.dtype != kernel.dtype:
-        raise ValueError(
-            f"inputs and kernel must have one dtype, received {inputs.dtype.name} and {kernel.dtype.name}"
-        )
+        raise ValueError(f"inputs and kernel must have one dtype, received {inputs.dtype.name} and {kernel.dtype.name}")
     width = kernel.shape[0]
     if inputs.shape[1] is not None and inputs.shape[1] < width - 1:
         raise ValueError(f"inputs must have at least width - 1 = {width - 1} positions, received {inputs.shape[1]}")
