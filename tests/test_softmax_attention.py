@@ -78,7 +78,7 @@ def test_dropout_drops_in_training_and_not_with_a_cache():
 def test_a_cache_has_its_room_and_no_more():
     layer, x = make_layer(), normal(1, 4, SIZE)
     _, cache = layer(x, cache=layer.init_cache(1, max_length=5))
-    with pytest.raises(ValueError, match="room for 5 positions, received 6"):
+    with pytest.raises(ValueError, match="room for max_length=5 positions, received 6"):
         layer(x[:, :2], cache=cache)
     in_graph, _ = tf.function(lambda x, cache: layer(x, cache=cache))(x[:, :2], cache)
     assert np.isfinite(in_graph[:, 0]).all() and np.isnan(in_graph[:, 1]).all()

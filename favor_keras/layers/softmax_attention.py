@@ -51,6 +51,7 @@ class SoftmaxAttention(keras.layers.Layer):
     """
 
     causal = True
+    cache_grows = True  # with the length, which `init_cache` so has to know
 
     def __init__(self, hidden_size, num_heads, attention_dropout=0.0, use_bias=False, seed=None, **kwargs):
         super().__init__(autocast=False, **kwargs)
@@ -96,7 +97,7 @@ class SoftmaxAttention(keras.layers.Layer):
         kept = tf.ones(tf.shape(inputs)[:2], tf.bool) if mask is None else mask
         start = tf.cast(cache["position"], tf.int32)
         places, size = places_of(kept, start), tf.shape(cache["keys"])[1]
-        check_room(places, size)
+        check_room(places, size, "max_length")
         key, value = self.attention.key_dense(inputs), self.attention.value_dense(inputs)
         new = {
             "keys": self._put_in_place(cache["keys"], key, start, kept),

@@ -5,7 +5,6 @@ import keras
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed
-from favor_keras.layers.softmax_attention import SoftmaxAttention
 from favor_keras.models.decoder_block import DecoderBlock
 from favor_keras.models.generation import Sampling, all_tokens, check_length, checked_prompt, first_token, next_token
 from favor_keras.models.mixers import BLOCKS, get_mixer
@@ -195,7 +194,7 @@ class CausalLM(keras.Model):
     @property
     def cache_grows(self):
         """Whether the size of the cache depends on the length, which `init_cache` then has to know."""
-        return any(isinstance(getattr(block, "mixer", None), SoftmaxAttention) for block in self.blocks)
+        return any(getattr(getattr(block, "mixer", None), "cache_grows", False) for block in self.blocks)
 
     def init_cache(self, batch_size, max_length=None):
         """The cache before the first token: a flat dict of tensors, batch first.

@@ -136,7 +136,7 @@ def _gate_by_rows(v, weight, bias, causal, toeplitz, key_mask, visibility_mask, 
     start, inputs = tf.cast(state["position"], tf.int32), state["gate_inputs"]
     size = _length(inputs)
     places = places_of(key_mask, start)
-    check_room(places, size)
+    check_room(places, size, "seq_len")
     inputs = put_in_place(inputs, tf.cast(v, inputs.dtype), start, key_mask)
     rows = tf.clip_by_value(places, 0, size - 1)  # padding in front of the first token has no place
     matrix = _toeplitz_rows(weight, rows, size) if toeplitz else tf.gather(weight, rows, axis=1)[..., :size]
@@ -265,12 +265,12 @@ def check_length(name, length, seq_len):
         raise ValueError(f"{name} must have at most seq_len={seq_len} positions, received {length}")
 
 
-def check_room(places, size):
-    """Raise a ValueError, in eager mode, if a place lies behind the last one of a cache."""
+def check_room(places, size, name):
+    """Raise a ValueError, in eager mode, if a place lies behind the last one of a cache; `name` is what set its size."""
     if tf.executing_eagerly():
         length = int(tf.reduce_max(places)) + 1
         if length > size:
-            raise ValueError(f"the cache has room for {size} positions, received {length} in all")
+            raise ValueError(f"the cache has room for {name}={size} positions, received {length} in all")
 
 
 def _checked(u, v, weight, bias, toeplitz):
