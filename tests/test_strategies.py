@@ -25,7 +25,7 @@ from favor_keras.ops import delta_rule, linear_attention
 
 ROOT = pathlib.Path(__file__).parent.parent
 LENGTH = 70  # more than one chunk of 64
-SHORT_LENGTH = 12  # one chunk, for mixers that go through a longer sequence as FAVOR does, or at once
+SHORT_LENGTH = 12  # for mixers that do not go through a sequence in chunks
 REPLICAS = 2
 
 # A process has to start TensorFlow: several mixers share one.
@@ -61,7 +61,7 @@ def train_on_two_devices(folder, *mixers):
 
 
 def length_for(mixer):
-    return LENGTH if mixer == "favor" else SHORT_LENGTH
+    return LENGTH if mixer in ("favor", "fast_weights") else SHORT_LENGTH
 
 
 def compare_one_device_with_two(mixer, folder):
