@@ -109,8 +109,8 @@ class Bench:
                 row["failure"] = f"differs from {first.name} {first.mode} by {row['error']:.1e}, more than {tolerance}"
         for index, seconds in zip(calls, measure.alternating_medians(calls.values(), self.repeats)):
             rows[index]["milliseconds"] = 1e3 * seconds
+        own = fastest(rows, candidate=self.yardstick)
         for row in rows:
-            own = fastest(rows, candidate=self.yardstick)
             best = fastest(rows, candidate=self.yardstick, shape=row["shape"]) or own
             if best and row["milliseconds"]:
                 row["relative"] = row["milliseconds"] / best

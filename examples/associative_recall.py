@@ -31,7 +31,7 @@ import keras  # noqa: E402
 import matplotlib.figure  # noqa: E402
 import matplotlib.ticker  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from command_line import OneLineParser, number, write_json  # noqa: E402
+from command_line import OneLineParser, count, number, positive, seed, write_json  # noqa: E402
 
 from favor_keras.ops import create_projection_matrix, delta_rule, dpfp, get_kernel, linear_attention  # noqa: E402
 from favor_keras.ops.dpfp import sum_normalized  # noqa: E402
@@ -282,7 +282,6 @@ def plot(results, path):
 
 
 def make_parser():
-    count = number(int, lambda n: n >= 1, "a whole number of at least 1")
     parser = OneLineParser(
         prog="associative_recall.py",
         description="How many pairs a fast-weights memory can hold, and whether it can replace one.",
@@ -308,12 +307,12 @@ def make_parser():
     add("--batch-size", type=count, default=32, help="sequences in a training step")
     add(
         "--learning-rate",
-        type=number(float, lambda x: 0 < x < math.inf, "a number above 0"),
+        type=positive,
         help="of Adam",
     )
     add(
         "--seed",
-        type=number(int, lambda n: 0 <= n <= 10**9, "a whole number from 0 to 1000000000"),
+        type=seed,
         default=1,
         help="all random numbers depend on it",
     )

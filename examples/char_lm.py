@@ -51,6 +51,7 @@ from strategies import (  # noqa: E402
     restore,
     shard,
     worker_folder,
+    write_whole,
 )
 from texts import check_text, consecutive_windows, random_windows, read_text, split_text  # noqa: E402
 
@@ -249,15 +250,8 @@ class KeepBest(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if logs["val_loss"] < self.lowest:
             self.lowest = logs["val_loss"]
-            self.save()
-
-    def save(self):
-        partial = self.path.with_name(f"partial_{self.path.name}")
-        if self.path.name.endswith(".weights.h5"):
-            self.model.save_weights(partial, overwrite=True)
-        else:
-            self.model.save(partial, overwrite=True)
-        os.replace(partial, self.path)
+            only_weights = self.path.name.endswith(".weights.h5")
+            write_whole(self.path, self.model.save_weights if only_weights else self.model.save)
 
 
 class SeedFromEpoch(keras.callbacks.Callback):
@@ -303,13 +297,13 @@ class StopEarly(keras.callbacks.EarlyStopping):
             self.on_epoch_end(epoch, {"val_loss": loss})
 
 
-def read_history(run_dir, num_epochs=None):
-    """The columns of history.csv, of the first epochs if a number is given."""
+def read_history(run_dir):
+    """The columns of history.csv."""
     path = run_dir / "history.csv"
     if not path.exists():
         return {"step": [], "loss": [], "val_loss": []}
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))[:num_epochs]
+        rows = list(csv.DictReader(file))
     return {name: [float(row[name]) for row in rows] for name in ("step", "loss", "val_loss")}
 
 
@@ -415,9 +409,8 @@ def score(model, validation_ids, args, strategy):
     return {n: model.evaluate(shard(windows[n], strategy), verbose=0) for n in fitting}
 
 
-def report(model, losses, history, rates, run_dir, args, start):
+def report(model, characters, losses, history, rates, run_dir, args, start):
     """Sample from the model; write and print the results."""
-    characters = Characters.load(run_dir / "vocabulary.json")
     text, writing = write_sample(model, characters, args)
     (run_dir / "sample.txt").write_text(text, encoding="utf-8")
     results = {
@@ -461,7 +454,7 @@ def run(model, text, characters, start, run_dir, args, strategy):
         rates = {"training_characters_per_second": training}
         if training:
             rates["input_share_of_a_step"] = input_share(random_windows(training_ids, args), args, training)
-        report(model, losses, history, rates, run_dir, args, start)
+        report(model, characters, losses, history, rates, run_dir, args, start)
     return 0
 
 
@@ -478,6 +471,8 @@ def main(argv=None):
         text = read_text(args.data)
         check_text(text, args)
         characters = Characters.of(text)
+        if unknown := characters.unknown(args.prompt):
+            raise ValueError(f"--prompt must only use characters of the text, which does not have {unknown}")
         set_numbers_of_steps(args, len(split_text(text)[0]))
         with strategy.scope():
             model = cure(make_model(len(characters), args))

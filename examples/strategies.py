@@ -257,6 +257,13 @@ def _keras_can_fit(strategy):
     return True
 
 
+def write_whole(path, save):
+    """`save(path, overwrite=True)`, so that a kill leaves the file that was there or the new one, no half of it."""
+    partial = path.with_name(f"partial_{path.name}")
+    save(partial, overwrite=True)
+    os.replace(partial, path)
+
+
 class Backup(keras.callbacks.Callback):
     """After every epoch, save the weights and the optimizer's state; the last two backups are kept.
 
@@ -269,9 +276,7 @@ class Backup(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / "partial.weights.h5"  # renamed when it is whole: a kill leaves no half backup
-        self.model.save_weights(partial, overwrite=True)
-        os.replace(partial, self.folder / f"epoch_{epoch + 1}.weights.h5")
+        write_whole(self.folder / f"epoch_{epoch + 1}.weights.h5", self.model.save_weights)
         backups = _backups(self.folder)
         for old in sorted(backups)[:-2]:
             backups[old].unlink()

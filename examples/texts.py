@@ -25,7 +25,7 @@ def read_text(data):
 
 
 def python_docs():
-    """The language reference that Python's help() shows, without drawn tables: a model repeats their rules for ever."""
+    """The language reference in Python's help(), without drawn tables: a model repeats their rules for ever."""
     from pydoc_data.topics import topics
 
     lines = "\n\n".join(topics.values()).splitlines(keepends=True)
@@ -54,7 +54,7 @@ def split_text(text):
 
 
 def check_text(text, args):
-    """Each split must have one window and its next character; the prompt must use the text's characters."""
+    """Each split must have one window and its next character, and the text more than one character."""
     for name, part in zip(("training", "validation"), split_text(text)):
         if len(part) <= args.block_size:
             raise ValueError(
@@ -65,9 +65,6 @@ def check_text(text, args):
         raise ValueError(f"--data: {args.data!r} has NUL characters, it is not text")
     if len(set(text)) == 1:
         raise ValueError(f"--data: {args.data!r} has one character only, over and over: there is nothing to learn")
-    unknown = sorted(set(args.prompt) - set(text))
-    if unknown:
-        raise ValueError(f"--prompt must only use characters of the text, which does not have {unknown}")
 
 
 def random_windows(ids, args, first_step=0):

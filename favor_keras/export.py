@@ -6,8 +6,6 @@ import tensorflow as tf
 
 from favor_keras.models.generation import Sampling, all_tokens
 
-INT32 = tf.int32
-
 
 def export_text_model(model, characters, path):
     """Write a `CausalLM` and its characters as one SavedModel with six signatures.
@@ -56,13 +54,13 @@ def export_text_model(model, characters, path):
     if len(characters) != model.vocabulary_size:
         raise ValueError(f"characters must be {model.vocabulary_size}, as the model has, received {len(characters)}")
     module = tf.Module()
-    module.model, module.lookup = model, characters._lookup
+    module.model, module.lookup = model, characters.lookup
     tf.saved_model.save(module, str(path), signatures=_signatures(model, characters))
 
 
 def _signatures(model, characters):
-    scalar = {"max_length": tf.TensorSpec([], INT32, "max_length")} if model.cache_grows else {}
-    token_ids = {"token_ids": tf.TensorSpec([None, None], INT32, "token_ids")}
+    scalar = {"max_length": tf.TensorSpec([], tf.int32, "max_length")} if model.cache_grows else {}
+    token_ids = {"token_ids": tf.TensorSpec([None, None], tf.int32, "token_ids")}
 
     def serve(inputs):
         return {"logits": model(inputs["token_ids"], training=False)}
@@ -86,10 +84,10 @@ def _signatures(model, characters):
     def decode(inputs):
         return {"text": characters.strings(inputs["token_ids"])}
 
-    token = {"token_ids": tf.TensorSpec([None, 1], INT32, "token_ids")}
+    token = {"token_ids": tf.TensorSpec([None, 1], tf.int32, "token_ids")}
     text = {
         "prompt": tf.TensorSpec([None], tf.string, "prompt"),
-        "num_characters": tf.TensorSpec([], INT32, "num_characters"),
+        "num_characters": tf.TensorSpec([], tf.int32, "num_characters"),
         "temperature": tf.TensorSpec([], tf.float32, "temperature"),
         "seed": tf.TensorSpec([], tf.int64, "seed"),
     }

@@ -35,7 +35,7 @@ class Characters:
             received = repr(characters)[:200]
             raise ValueError(f"characters must be different single characters other than NUL, received {received}")
         # Unknown characters get the id 0 here, and -1 outside, so that they can be seen.
-        self._lookup = keras.layers.StringLookup(vocabulary=self.all, num_oov_indices=1)
+        self.lookup = keras.layers.StringLookup(vocabulary=self.all, num_oov_indices=1)
 
     @classmethod
     def of(cls, text):
@@ -60,8 +60,8 @@ class Characters:
         return self.ids(text)
 
     def ids(self, text):
-        """Ids [N] of a string tensor [], or ragged ones [B, None] of [B], -1 for unknown characters; also in a graph."""
-        ids = self._lookup(tf.strings.unicode_split(text, "UTF-8"))
+        """Ids [N] of a string tensor [], or ragged [B, None] of [B], -1 for unknown characters; also in a graph."""
+        ids = self.lookup(tf.strings.unicode_split(text, "UTF-8"))
         return tf.cast(ids, tf.int32) - 1
 
     def strings(self, ids):

@@ -36,7 +36,8 @@ results = {}
 for name in sys.argv[4:]:
     loaded = tf.saved_model.load(f"{folder}/{name}")
     sign = loaded.signatures
-    room = {"max_length": tf.constant(ids.shape[1])} if "max_length" in sign["prefill"].structured_input_signature[1] else {}
+    takes_length = "max_length" in sign["prefill"].structured_input_signature[1]
+    room = {"max_length": tf.constant(ids.shape[1])} if takes_length else {}
     answer = sign["prefill"](token_ids=tf.constant(ids[:, :5]), **room)
     steps = [answer.pop("logits")]
     for i in range(5, ids.shape[1]):

@@ -149,7 +149,7 @@ class FastWeightsAttention(MultiHeadMixer):
         self.dropout = keras.layers.Dropout(attention_dropout, seed=self.seed, dtype=self.dtype_policy)
 
     def _checked_feature_map(self, feature_map, nu):
-        """ "dpfp", "l2" or a kernel."""
+        """The feature map: "dpfp", "l2" or a kernel."""
         if feature_map == "dpfp":
             largest = 2 * self.head_size - 1
             if isinstance(nu, bool) or not isinstance(nu, int) or not 1 <= nu <= largest:

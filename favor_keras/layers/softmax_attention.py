@@ -100,8 +100,8 @@ class SoftmaxAttention(keras.layers.Layer):
         check_room(places, size, "max_length")
         key, value = self.attention.key_dense(inputs), self.attention.value_dense(inputs)
         new = {
-            "keys": self._put_in_place(cache["keys"], key, start, kept),
-            "values": self._put_in_place(cache["values"], value, start, kept),
+            "keys": put_in_place(cache["keys"], tf.cast(key, cache["keys"].dtype), start, kept),
+            "values": put_in_place(cache["values"], tf.cast(value, cache["values"].dtype), start, kept),
             "position": cache["position"] + tf.reduce_sum(tf.cast(kept, cache["position"].dtype), axis=1),
         }
         attended = keras.ops.dot_product_attention(
@@ -112,12 +112,6 @@ class SoftmaxAttention(keras.layers.Layer):
         )
         output = self.attention.output_dense(attended)
         return tf.where((places < size)[..., None], output, tf.constant(float("nan"), output.dtype)), new
-
-    def _put_in_place(self, buffer, heads, start, kept):
-        flat, flat_heads = (tf.reshape(x, [*tf.unstack(tf.shape(x)[:2]), self.hidden_size]) for x in (buffer, heads))
-        filled = tf.reshape(put_in_place(flat, tf.cast(flat_heads, flat.dtype), start, kept), tf.shape(buffer))
-        filled.set_shape(buffer.shape)
-        return filled
 
     def init_cache(self, batch_size, max_length=None):
         """The cache before the first token: a flat dict of float32 tensors, batch first.

@@ -224,7 +224,7 @@ def sees(places, size):
 
 
 def put_in_place(buffer, x, start, key_mask):
-    """`buffer` [B, n, D], from place `start` [B] on with the positions of x [B, T, D] that are kept."""
+    """`buffer` [B, n, ...], from place `start` [B] on with the positions of x [B, T, ...] that are kept."""
     if x.shape[1] == 0:
         return buffer
     which = tf.range(tf.shape(buffer)[1]) - start[:, None]
@@ -232,7 +232,8 @@ def put_in_place(buffer, x, start, key_mask):
     if x.shape[1] != 1:  # one position, as in generation, needs no gathering in the size of the buffer
         which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
         x = tf.gather(x, tf.gather(_kept_first(key_mask), which, batch_dims=1), batch_dims=1)
-    filled = tf.where(is_new[..., None], x, buffer)
+    is_new = tf.reshape(is_new, tf.concat([tf.shape(is_new), tf.ones([x.shape.rank - 2], tf.int32)], axis=0))
+    filled = tf.where(is_new, x, buffer)
     filled.set_shape(buffer.shape)  # as a loop requires that carries it
     return filled
 
@@ -266,7 +267,7 @@ def check_length(name, length, seq_len):
 
 
 def check_room(places, size, name):
-    """Raise a ValueError, in eager mode, if a place lies behind the last one of a cache; `name` is what set its size."""
+    """Raise a ValueError, in eager mode, if a place lies behind the last of a cache; `name` is what set its size."""
     if tf.executing_eagerly():
         length = int(tf.reduce_max(places)) + 1
         if length > size:
