@@ -9,6 +9,7 @@ os.environ.setdefault("AUTOGRAPH_VERBOSITY", "0")
 import functools  # noqa: E402
 import pathlib  # noqa: E402
 
+import harness  # noqa: E402, F401
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

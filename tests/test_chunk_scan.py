@@ -8,9 +8,10 @@ import numpy as np
 import oracles
 import pytest
 import tensorflow as tf
+from harness import normal, value_and_gradients
 from oracles import assert_close, directional_derivative
 
-from favor_keras.ops import scan_chunks
+from favor_keras.ops import chunk_scan, delta_rule, linear_attention, scan_chunks
 
 B, D = 2, 3
 
@@ -83,9 +84,11 @@ def naive_slope(arguments, cotangents, directions):
     return directional_derivative(loss, arguments.values(), directions.values())
 
 
+@pytest.mark.parametrize("few_chunks", [1, 4], ids=["loop", "few_chunks_without"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 7, 100])
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 9])
-def test_equals_the_recurrence_forward_and_backward(length, chunk_size):
+def test_equals_the_recurrence_forward_and_backward(length, chunk_size, few_chunks, monkeypatch):
+    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
     arguments, cotangents, directions = make_arguments(length)
     tensors = to_tensors(arguments)
     with tf.GradientTape() as tape:
@@ -97,6 +100,33 @@ def test_equals_the_recurrence_forward_and_backward(length, chunk_size):
     for name, gradient in tape.gradient(loss, tensors).items():
         only = {other: directions[other] * (other == name) for other in directions}
         assert_close(np.sum(gradient * directions[name]), naive_slope(arguments, cotangents, only), 1e-9)
+
+
+SHORT = {
+    "linear_attention": lambda q, k, v, log_scale: linear_attention(
+        tf.exp(q), tf.exp(k), v, key_log_scale=log_scale, causal=True, return_state=True
+    ),
+    "delta_rule": lambda q, k, v, strength: delta_rule(
+        q, tf.math.l2_normalize(k, axis=-1), v, tf.sigmoid(strength), return_state=True
+    ),
+}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("length", [65, 200, 256, 257])
+@pytest.mark.parametrize("op", SHORT)
+def test_few_chunks_need_no_loop_and_give_the_same(op, length, jit_compile, monkeypatch):
+    arguments = [normal(2, length, 3, 5, seed=seed) for seed in range(3)] + [normal(2, length, 3)]
+    results = {}
+    for few_chunks in (1, 4):
+        monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
+        function = tf.function(functools.partial(value_and_gradients, SHORT[op]), autograph=False, jit_compile=jit_compile)
+        results[few_chunks] = tf.nest.flatten(function(arguments))
+        operations = {node.op for node in function.get_concrete_function(arguments).graph.as_graph_def().node}
+        has_loop = bool(operations & {"While", "StatelessWhile"})
+        assert has_loop == (length > 64 * few_chunks)
+    for result, expected in zip(results[4], results[1], strict=True):
+        assert_close(result, expected, 1e-5)
 
 
 def naive_higher_slopes(arguments, cotangents, directions):

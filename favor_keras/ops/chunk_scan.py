@@ -9,11 +9,18 @@ the state at the start of every chunk, nothing else. The backward pass walks the
 last to the first, runs `step` again on each under a `tf.GradientTape`, and carries the gradient of
 the state. So the memory is that of the inputs plus N states, the graph does not grow with T, and a
 recurrence needs no backward pass of its own.
+
+A sequence of few chunks needs no loop: its steps stand in the graph one after the other, and their
+derivative is TensorFlow's, which keeps what they compute instead of computing it again.
 """
 
 import itertools
 
 import tensorflow as tf
+
+# Up to here a training step is about a tenth faster without a loop. With 16 chunks it is slower, as it then waits for
+# the memory of all that it keeps.
+FEW_CHUNKS = 4
 
 
 def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, pad_values=None):
@@ -29,7 +36,7 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
         inputs: structure of floating-point tensors [B, T, ...] (or [1, T, ...]), all of one T.
         constants: structure of floating-point tensors that every chunk sees whole.
         chunk_size: the largest C, at least 1. The sequence is cut into N = ceil(T / chunk_size)
-            chunks of ceil(T / N) tokens; a sequence of one chunk runs without a loop.
+            chunks of ceil(T / N) tokens.
         output_dtype: the dtype of `output`, None if there is none.
         pad_values: structure like `inputs` of the numbers that fill up the last chunk. They must
             make tokens that leave the state alone. Default: zeros.
@@ -59,9 +66,8 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
         raise ValueError(f"chunk_size must be a positive integer, received {chunk_size!r}")
     example = tf.nest.flatten(inputs)[0]
     length = example.shape[1]
-    if length is not None and length <= chunk_size:
-        return step(state, inputs, constants)
-
+    if length is not None and length <= FEW_CHUNKS * chunk_size:
+        return _scan_without_loop(step, state, inputs, constants, chunk_size)
     grid = _ChunkGrid(example, chunk_size)
     arguments = (state, inputs, constants)
     if pad_values is None:
@@ -143,6 +149,21 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
     flat = tf.nest.flatten(arguments)
     outputs, state = _cut(scan(*flat), num_outputs, num_states)
     return (outputs[0] if outputs else None), tf.nest.pack_sequence_as(arguments[0], state)
+
+
+def _scan_without_loop(step, state, inputs, constants, chunk_size):
+    inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+    length = tf.nest.flatten(inputs)[0].shape[1]
+    num_chunks = max(-(-length // chunk_size), 1)
+    if num_chunks == 1:
+        return step(state, inputs, constants)
+    chunk_size = -(-length // num_chunks)
+    outputs = []
+    for start in range(0, length, chunk_size):
+        chunk = tf.nest.map_structure(lambda x: x[:, start : start + chunk_size], inputs)
+        output, state = step(state, chunk, constants)
+        outputs.append(output)
+    return None if outputs[0] is None else tf.concat(outputs, axis=1), state
 
 
 class _ChunkGrid:
