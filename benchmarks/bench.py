@@ -109,9 +109,9 @@ class Bench:
                 row["failure"] = f"differs from {first.name} {first.mode} by {row['error']:.1e}, more than {tolerance}"
         for index, seconds in zip(calls, measure.alternating_medians(calls.values(), self.repeats)):
             rows[index]["milliseconds"] = 1e3 * seconds
-        own = fastest(rows, candidate=self.yardstick)
+        own = least(rows, candidate=self.yardstick)
         for row in rows:
-            best = fastest(rows, candidate=self.yardstick, shape=row["shape"]) or own
+            best = least(rows, candidate=self.yardstick, shape=row["shape"]) or own
             if best and row["milliseconds"]:
                 row["relative"] = row["milliseconds"] / best
             row |= {name: function(row) for name, function in (derived or {}).items()}
@@ -151,10 +151,10 @@ class Bench:
         return {**row, "shape": shape, "dtype": dtype, **empty, "repeats": self.repeats, **self.environment}
 
 
-def fastest(rows, **labels):
-    """The least milliseconds of the rows with these labels that have a time, or None."""
+def least(rows, *, column="milliseconds", **labels):
+    """The least of a column's figures in the rows with these labels, or None where none has one."""
     matching = (row for row in rows if all(row[name] == value for name, value in labels.items()))
-    return min((row["milliseconds"] for row in matching if row["milliseconds"] is not None), default=None)
+    return min((row[column] for row in matching if row[column] is not None), default=None)
 
 
 def figure(value):

@@ -14,6 +14,8 @@ _COLUMNS = {
     "error": "relative error",
     "ms_per_token": "ms per token",
     "cache_mb": "cache, MB",
+    "ms_per_1024_positions": "ms per 1,024 positions",
+    "break_even": "break-even length",
     "steps_per_second": "steps / s",
     "characters_per_second": "characters / s",
     "output_error": "relative error of the output",

@@ -11,7 +11,7 @@ import tensorflow as tf
 from benchmarks import measure
 from benchmarks.bench import LIBRARY, Bench, Candidate
 from benchmarks.report import Plot, write_report
-from benchmarks.suites import accuracy, decode, training
+from benchmarks.suites import accuracy, causal_op, decode, layers, training
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +141,42 @@ def test_training(monkeypatch):
     step = training.program("softmax", {"B": 2, "T": 8}).compiled("graph")
     (first,), (second,) = step(), step()
     assert second < first
+
+
+def test_layers(monkeypatch):
+    settings = {"POSITIONS": 64, "HIDDEN_SIZE": 8, "NUM_HEADS": 2, "QUICK_LENGTHS": (8, 16), "MODES": ("graph",)}
+    for name, value in settings.items():
+        monkeypatch.setattr(layers, name, value)
+    bench = Bench("layers", quick=True)
+    layers.run(bench)
+    assert [row["failure"] for row in bench.rows] == [None] * len(bench.rows)
+    measured = [row for row in bench.rows if row["op"] == "causal layer"]
+    assert len(measured) == 2 * len(layers.LAYERS)
+    assert all(row["ms_per_1024_positions"] == pytest.approx(16 * row["milliseconds"]) for row in measured)
+    assert len(bench.rows) - len(measured) == len(layers.LAYERS) - 1
+
+
+def test_break_even_is_where_the_ratio_of_the_times_crosses_one():
+    def row(name, length, milliseconds):
+        return {"candidate": name, "mode": "graph", "shape": layers._shape(length), "milliseconds": milliseconds}
+
+    exact = [row(layers.EXACT, length, length) for length in (64, 256, 1024)]
+    linear = [row("linear", length, 128) for length in (64, 256, 1024)]
+    assert layers._break_even(exact + linear, "linear", "graph") == pytest.approx(128)
+    assert layers._break_even(exact + linear[:1], "linear", "graph") is None
+
+
+def test_half_precision_is_compared_with_sums_in_float32():
+    shape = {"B": 1, "H": 2, "T": 40, "M": 6, "D": 3}
+    outputs = {}
+    for candidate in (LIBRARY, "quadratic"):
+        program = causal_op.program(candidate, shape, True, "bfloat16")
+        assert {x.dtype for x in program.arguments} == {tf.bfloat16}
+        outputs[candidate] = program.comparable(program.compiled("graph")())
+    assert measure.relative_error(outputs[LIBRARY], outputs["quadratic"]) < causal_op.TOLERANCES["bfloat16"]
+
+
+def test_products_of_the_causal_op_are_counted():
+    # Two chunks of 64: Q K^T 64 x 64 x 5, W V 64 x 64 x 3, Q S and K^T V 64 x 5 x 3 each.
+    expected = 2 * 2 * (64 * 64 * 5 + 64 * 64 * 3 + 2 * 64 * 5 * 3)
+    assert causal_op._products(1, 128, 1, 5, 3) == expected
