@@ -1,5 +1,8 @@
 """Known experiments as settings of char_lm.py: flags by name. A flag on the command line overrides its preset."""
 
+import json
+import shlex
+
 # The fast-weights and gMLP tutorials of https://nn.labml.ai (transformers/fast_weights, transformers/gmlp), which train
 # on Tiny Shakespeare with Adam and the learning rate of arXiv:1706.03762.
 TUTORIAL = {
@@ -76,8 +79,12 @@ PRESETS = {
 
 
 def description():
-    """The presets as a text."""
+    """The presets as a text, with the flags as they can be given in a shell."""
     return "\n\n".join(
-        f"{name}\n" + "\n".join(f"    --{flag.replace('_', '-')} {value}" for flag, value in settings.items())
+        f"{name}\n" + "\n".join(f"    --{flag.replace('_', '-')} {in_shell(value)}" for flag, value in settings.items())
         for name, settings in PRESETS.items()
     )
+
+
+def in_shell(value):
+    return shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))

@@ -8,7 +8,8 @@
         "prompt": ["The "], "num_characters": 300, "temperature": 0.7, "seed": 1}}'
 
 `/generate` sends the text character by character as it is written. The other has the form of TensorFlow
-Serving's REST interface, for every signature of the model. Errors are JSON, {"error": "..."}, with status 400.
+Serving's REST interface, for every signature of the model. Errors are JSON, {"error": "..."}, with status 400 for what
+the model cannot do, 404, 405 or 413 for what is not there, not allowed or larger than a megabyte.
 """
 
 import argparse
@@ -21,9 +22,11 @@ import flask  # noqa: E402
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 import waitress  # noqa: E402
+from werkzeug.exceptions import HTTPException  # noqa: E402
 
 DEFAULTS = {"num_characters": 200, "temperature": 1.0, "seed": 0}
 LONGEST_BODY = 1_000_000  # bytes
+LONGEST_PROMPT = 10_000  # characters
 
 
 class BadRequest(ValueError):
@@ -40,6 +43,10 @@ def make_app(folder, most_characters):
     def refuse(error):
         return {"error": str(error)}, 400
 
+    @app.errorhandler(HTTPException)
+    def explain(error):
+        return {"error": error.description}, error.code
+
     @app.get("/v1/models/char_lm")
     def status():
         return {"model_version_status": [{"version": "1", "state": "AVAILABLE"}], "signatures": list(loaded.signatures)}
@@ -54,6 +61,7 @@ def make_app(folder, most_characters):
         inputs = tensors_of(request.get("inputs"), signature.structured_input_signature[1])
         if name == "generate":
             check_number("num_characters", int(inputs["num_characters"]), most_characters)
+            check_prompts(text.decode("utf-8", "replace") for text in inputs["prompt"].numpy())
         return {"outputs": {key: to_json(tensor) for key, tensor in call(signature, **inputs).items()}}
 
     @app.post("/generate")
@@ -65,6 +73,7 @@ def make_app(folder, most_characters):
         prompt, number, temperature = (options.get(key) for key in ("prompt", "num_characters", "temperature"))
         if not isinstance(prompt, str) or not prompt:
             raise BadRequest(f"prompt must be a string that is not empty, received {prompt!r}")
+        check_prompts([prompt])
         check_number("num_characters", number, most_characters)
         if not is_number(temperature, (int, float)) or not 0 <= temperature < float("inf"):
             raise BadRequest(f"temperature must be a number of at least 0, received {temperature!r}")
@@ -116,6 +125,12 @@ def check_number(name, value, most):
         raise BadRequest(f"{name} must be a whole number from 1 to {most}, received {value!r}")
 
 
+def check_prompts(prompts):
+    length = max(map(len, prompts), default=0)
+    if length > LONGEST_PROMPT:
+        raise BadRequest(f"prompt must have at most {LONGEST_PROMPT} characters, received {length}")
+
+
 def tensors_of(inputs, specs):
     """The inputs of a signature, as its specs say."""
     if not isinstance(inputs, dict) or set(inputs) != set(specs):
@@ -143,9 +158,16 @@ def call(signature, **inputs):
     try:
         return signature(**inputs)
     except tf.errors.InvalidArgumentError as error:
-        reasons = [line for line in error.message.splitlines() if line.startswith("assertion failed: ")]
-        reason = reasons[0].removeprefix("assertion failed: ") if reasons else error.message
-        raise BadRequest(reason.replace("[", "").replace("]", "")) from error
+        raise BadRequest(reason_of(error.message)) from error
+
+
+def reason_of(message):
+    """The line of TensorFlow's message that is of use to a client."""
+    lines = [line.strip() for line in message.splitlines() if line.strip() and "{{node" not in line]
+    for line in lines:
+        if line.startswith("assertion failed: "):
+            return line.removeprefix("assertion failed: ").replace("[", "").replace("]", "")
+    return f"the inputs do not fit the model: {lines[-1]}"
 
 
 def main(argv=None):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from favor_keras.layers import FastWeightsAttention, GMLPBlock
 from favor_keras.models import CausalLM, DecoderBlock
@@ -358,5 +359,5 @@ def _canonical(name):
 def _faults_of_array(name, array, shape):
     if array.shape != shape:
         yield f"{name} must have the shape {shape}, received {array.shape}"
-    if not np.issubdtype(array.dtype, np.floating):
+    if not tf.as_dtype(array.dtype).is_floating:
         yield f"{name} must have a floating dtype, received {array.dtype}"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -29,7 +30,7 @@ class Characters:
     """
 
     def __init__(self, characters):
-        self.all = list(characters)
+        self.all = list(characters) if isinstance(characters, (str, list, tuple)) else []
         wrong = [c for c in self.all if not isinstance(c, str) or len(c) != 1 or c == "\0"]
         if not self.all or wrong or len(set(self.all)) != len(self.all):
             received = repr(characters)[:200]
@@ -69,7 +70,16 @@ class Characters:
         return tf.strings.reduce_join(tf.gather(tf.constant(self.all), ids), axis=-1)
 
     def decode(self, ids):
-        """The text of ids [N]."""
+        """The text of ids [N].
+
+        Raises:
+            ValueError: for anything but ids of known characters.
+        """
+        ids = np.asarray(ids)
+        ids = ids if ids.size else ids.astype("int32")
+        known = ids.ndim == 1 and np.issubdtype(ids.dtype, np.integer) and np.all((ids >= 0) & (ids < len(self)))
+        if not known:
+            raise ValueError(f"ids must be a list of integers from 0 to {len(self) - 1}, received {ids!r}")
         return self.strings(ids).numpy().decode("utf-8")
 
     def save(self, path):

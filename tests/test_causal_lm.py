@@ -263,6 +263,19 @@ def test_D12_a_cache_does_not_go_past_the_last_position(options):
         model(random_ids(1, 3), cache=cache)
 
 
+def test_inputs_that_do_not_fit_together_are_refused():
+    model = make_model(num_layers=1, **POSITIONS)
+    with pytest.raises(ValueError, match=r"token_ids must be \[batch, length\], received the shape \(3,\)"):
+        model(random_ids(1, 3)[0])
+    with pytest.raises(ValueError, match=r"mask must have the shape \(1, 3\) of token_ids, received \(1, 4\)"):
+        model(random_ids(1, 3), mask=tf.ones([1, 4]))
+    for cache, received in (({}, r"\[\]"), (model.init_cache(2), r"\(2,\)")):
+        with pytest.raises(
+            ValueError, match=rf"cache must have a position \(1,\) as from init_cache, received {received}"
+        ):
+            model(random_ids(1, 3), cache=cache)
+
+
 def test_D12_a_model_without_max_length_has_no_limit(model):
     assert model.generate(random_ids(2, 3), 300, seed=0).shape == (2, 303)
 
@@ -276,9 +289,17 @@ def test_D12_a_model_without_max_length_has_no_limit(model):
         ((np.ones([2, 3], "int32"), 2.5), "max_new_tokens must be .* received 2.5"),
         ((np.ones([2, 3], "int32"), 5, -1.0), "temperature must be at least 0, received -1.0"),
         ((np.ones([2, 3], "int32"), 5, math.nan), "temperature must be at least 0, received nan"),
+        ((np.ones([2, 3], "int32"), 5, "hot"), "temperature must be at least 0, received 'hot'"),
         ((np.ones([2, 3], "float32"), 5), "prompt must be integers"),
+        ((None, 5), "prompt must be integers .batch, length. or rows of integers, received None"),
+        (([[1, 2], 3], 5), "prompt must be integers .batch, length. or rows of integers, received"),
+        (([[1, -1]], 5), f"prompt must have token ids from 0 to {VOCABULARY - 1}, received -1"),
+        (([[1, VOCABULARY]], 5), f"prompt must have token ids from 0 to {VOCABULARY - 1}, received {VOCABULARY}"),
     ],
-    ids=["empty", "rank", "no_tokens", "fraction", "temperature", "nan", "dtype"],
+    ids=[
+        *("empty", "rank", "no_tokens", "fraction", "temperature", "nan", "words", "dtype"),
+        *("none", "mixed_ranks", "negative", "too_large"),
+    ],
 )
 def test_what_cannot_be_generated_is_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -406,6 +427,7 @@ def test_dropout_of_the_model_is_on_in_training_only():
         ({"vocabulary_size": 0}, "vocabulary_size must be a positive integer, received 0"),
         ({"vocabulary_size": 9.0}, "vocabulary_size must be a positive integer, received 9.0"),
         ({"num_layers": -1}, "num_layers must be a positive integer, received -1"),
+        ({"num_heads": 0}, "num_heads must be a positive integer, received 0"),
         ({"num_heads": 3}, "hidden_size must be divisible by num_heads, received hidden_size=8, num_heads=3"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer, received 0"),
         ({"feed_forward_size": 0}, "feed_forward_size must be .* received 0"),
@@ -414,7 +436,14 @@ def test_dropout_of_the_model_is_on_in_training_only():
         ({"mixer": "gmlp"}, "max_length must be .* with mixer='gmlp'.* received None"),
         ({**AMLP, "feed_forward_size": 9}, "feed_forward_size must be None with mixer='amlp'.* received 9"),
         ({"dropout": 1.5}, "dropout must be .* received 1.5"),
+        ({"dropout": "much"}, "dropout must be .* received 'much'"),
         ({"mixer_options": {"window": 3}}, "window"),
+        ({"mixer_options": [1]}, "mixer_options must be a dict or None, received .1."),
+        ({"mixer_options": {"causal": False}}, "mixer_options must not have .* mixer='favor', received .'causal'."),
+        (
+            {**GMLP, "mixer_options": {"seq_len": 3}},
+            "mixer_options must not have .* mixer='gmlp', received .'seq_len'.",
+        ),
     ],
     ids=lambda x: ", ".join(f"{name}={value}" for name, value in x.items()) if isinstance(x, dict) else "",
 )

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,10 @@ import command_line  # noqa: E402
 import generate  # noqa: E402
 import texts  # noqa: E402
 
-from favor_keras import NoamSchedule  # noqa: E402
+from favor_keras import CausalLM, NoamSchedule  # noqa: E402
+from favor_keras.text import Characters  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("char_lm")  # one process, in which a fixture is made once
 
 
 def run_python(*arguments, **options):
@@ -252,12 +256,14 @@ def test_tensorboard_must_be_installed(text_file, capsys, monkeypatch):
 # Settings.
 
 
-def test_presets_are_listed(capsys):
+def test_presets_are_listed_as_they_can_be_given(capsys):
     assert char_lm.main(["--list-presets"]) == 0
-    output = capsys.readouterr().out
+    listed = dict(part.split("\n", 1) for part in capsys.readouterr().out.rstrip().split("\n\n"))
+    assert listed.keys() == char_lm.presets.PRESETS.keys()
     for name, settings in char_lm.presets.PRESETS.items():
-        assert f"{name}\n" in output
-        assert all(f"--{flag.replace('_', '-')} {value}" in output for flag, value in settings.items())
+        flags = shlex.split(listed[name])
+        given = vars(char_lm.make_parser().parse_args(flags))
+        assert {flag: given[flag] for flag in settings} == settings and len(flags) == 2 * len(settings)
 
 
 @pytest.mark.parametrize("name", char_lm.presets.PRESETS)
@@ -362,7 +368,7 @@ def test_generate_writes_the_prompt_and_its_continuation(run_dir, capsys):
     [
         (["missing"], "missing/model.keras does not exist"),
         (["RUN", "--prompt", "Ω"], "received also ['Ω']"),
-        (["RUN", "--prompt", ""], "length at least 1"),
+        (["RUN", "--prompt", ""], "--prompt must have at least one character"),
         (["RUN", "--length", "0"], "at least 1"),
         (["RUN", "--top-k", "0"], "at least 1"),
     ],
@@ -373,6 +379,21 @@ def test_generate_says_what_is_wrong_in_one_line(options, expected, run_dir, cap
     assert exit.value.code == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1 and expected in output.err
+
+
+def test_generate_writes_as_many_characters_as_there_can_be(monkeypatch, capsys):
+    characters = Characters("abc")
+    model = CausalLM(3, 8, num_layers=1, num_heads=2, mixer="gmlp", max_length=20)
+    monkeypatch.setattr(generate, "load_run", lambda run_dir: (model, characters))
+    assert generate.main(["RUN", "--prompt", "abc"]) == 0
+    assert len(capsys.readouterr().out) == 20 + 1
+    for options, expected in (
+        (["--prompt", "abc", "--length", "18"], "--length must be at most 17 after this prompt, received 18"),
+        (["--prompt", 20 * "a"], "--prompt must be shorter than the 20 characters of this model"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.main(["RUN", *options])
+        assert expected in capsys.readouterr().err
 
 
 # Options and data that are wrong.

@@ -120,7 +120,9 @@ def test_few_chunks_need_no_loop_and_give_the_same(op, length, jit_compile, monk
     results = {}
     for few_chunks in (1, 4):
         monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
-        function = tf.function(functools.partial(value_and_gradients, SHORT[op]), autograph=False, jit_compile=jit_compile)
+        function = tf.function(
+            functools.partial(value_and_gradients, SHORT[op]), autograph=False, jit_compile=jit_compile
+        )
         results[few_chunks] = tf.nest.flatten(function(arguments))
         operations = {node.op for node in function.get_concrete_function(arguments).graph.as_graph_def().node}
         has_loop = bool(operations & {"While", "StatelessWhile"})

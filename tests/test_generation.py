@@ -78,9 +78,19 @@ def test_a_stream_has_the_tokens_of_generate(options):
         assert np.array_equal(streamed, np.stack([row.numpy()[-9:] for row in whole]))
 
 
+def test_numbers_and_rows_of_numpy_are_taken():
+    model, settings = make_model(), {"temperature": 0.9, "top_k": 3, "seed": 5}
+    arrays = {name: np.array(value)[()] for name, value in settings.items()}
+    expected = model.generate(PROMPTS, 4, **settings)
+    rows = [np.array(row) for row in PROMPTS]
+    assert model.generate(rows, np.int64(4), **arrays).to_list() == expected.to_list()
+    assert model.generate([tf.constant(row) for row in PROMPTS], 4, **settings).to_list() == expected.to_list()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"top_p": "all"}, "top_p must be .* received 'all'"),
         ({"top_k": 0}, "top_k must be a positive integer, received 0"),
         ({"top_k": 1.5}, "top_k must be a positive integer, received 1.5"),
         ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1, or None, received 0.0"),
@@ -88,7 +98,7 @@ def test_a_stream_has_the_tokens_of_generate(options):
         ({"prompt": [[1, 2], []]}, "prompt must have at least one token in every row"),
         ({"prompt": [[0.5, 1.0], [0.25]]}, "prompt must be integers"),
     ],
-    ids=["top_k", "fraction", "top_p", "above 1", "empty row", "not integers"],
+    ids=["words", "top_k", "fraction", "top_p", "above 1", "empty row", "not integers"],
 )
 def test_what_is_out_of_range_is_refused_at_once(arguments, message):
     model = make_model()

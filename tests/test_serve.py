@@ -16,6 +16,8 @@ from test_causal_lm import make_model
 from favor_keras import export_text_model
 from favor_keras.text import Characters
 
+pytestmark = pytest.mark.xdist_group("serve")  # one process, in which a fixture is made once
+
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "serve.py"
 CHARACTERS = Characters("abcdefg hij")
 
@@ -105,6 +107,7 @@ def test_characters_are_sent_one_by_one(address):
         ({}, "prompt must be a string that is not empty, received None"),
         ({"prompt": ""}, "prompt must be a string that is not empty"),
         ({"prompt": 5}, "received 5"),
+        pytest.param({"prompt": 10_001 * "a"}, "prompt must have at most 10000 characters, received 10001", id="long"),
         ({"prompt": "bad?"}, "unknown characters: ?"),
         ({"prompt": "bad", "num_characters": 0}, "from 1 to 30, received 0"),
         ({"prompt": "bad", "num_characters": 31}, "from 1 to 30, received 31"),
@@ -128,12 +131,23 @@ def test_bad_requests_are_explained(body, expected, address):
         ({"inputs": {"token_ids": [[0.5]]}}, "token_ids must be int32"),
         ({"inputs": {"token_ids": [1]}}, "token_ids must have the shape (None, None), received (1,)"),
         ({"inputs": 3}, "received 3"),
+        ({"inputs": {"token_ids": [[99]]}}, "the inputs do not fit the model: indices[0,0] = 99 is not in [0, 11)"),
     ],
     ids=str,
 )
 def test_bad_calls_of_signatures_are_explained(body, expected, address):
     status, answer = post(f"{address}/v1/models/char_lm:predict", body)
     assert status == 400 and expected in json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [("/nope", {}, 404), ("/v1/models/char_lm", {}, 405), ("/generate", b" " * 1_000_001, 413)],
+    ids=["missing", "not_allowed", "too_large"],
+)
+def test_what_is_not_a_request_gets_json_too(path, body, status, address):
+    code, answer = post(address + path, body)
+    assert code == status and json.loads(answer)["error"]
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path):

@@ -113,7 +113,7 @@ def fit_every_layer_with_dropout():
             x = keras.layers.Embedding(program.VOCABULARY, 8, mask_zero=True)(ids)
             x = SelfAttention(8, 2, causal=True, attention_dropout=0.1, short_convolution=4)(x)
             x = FavorAttention(8, 2, projection_matrix_type="iid", causal=True, attention_dropout=0.1)(x, x)
-            x = FastWeightsAttention(8, 2, attention_dropout=0.1)(x)
+            x = FastWeightsAttention(8, 2, attention_dropout=0.1, use_decay=True)(x)
             x = GMLPBlock(seq_len=16, d_ffn=16, causal=True, dropout=0.1, survival_probability=0.9)(x)
             model = keras.Model(ids, keras.layers.Dense(program.VOCABULARY)(x))
             model.compile(keras.optimizers.Adam(0.03), keras.losses.SparseCategoricalCrossentropy(from_logits=True))

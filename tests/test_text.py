@@ -27,6 +27,13 @@ def test_unknown_characters_are_named():
         characters.encode("ab Ω")
 
 
+@pytest.mark.parametrize("ids", [[3], [-1], [0.5], [[0, 1]], None], ids=repr)
+def test_what_is_no_id_is_not_decoded(ids):
+    with pytest.raises(ValueError, match="ids must be a list of integers from 0 to 2, received"):
+        Characters("abc").decode(ids)
+    assert Characters("abc").decode([]) == ""
+
+
 def test_strings_become_ids_in_a_graph():
     characters = Characters("abc")
     ids = tf.function(characters.ids)(tf.constant(["ab", "", "c?a"]))
@@ -34,7 +41,7 @@ def test_strings_become_ids_in_a_graph():
     assert tf.function(characters.strings)(tf.constant([[0, 1], [2, 2]])).numpy().tolist() == [b"ab", b"cc"]
 
 
-@pytest.mark.parametrize("characters", ["", "aba", ["ab", "c"], ["a", 1], "a\0"], ids=repr)
+@pytest.mark.parametrize("characters", ["", "aba", ["ab", "c"], ["a", 1], "a\0", None, 5], ids=repr)
 def test_other_vocabularies_are_refused(characters):
     with pytest.raises(ValueError, match="characters must be different single characters"):
         Characters(characters)

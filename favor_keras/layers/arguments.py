@@ -1,5 +1,7 @@
 """Checks of constructor arguments."""
 
+import numbers
+
 
 def check_positive(name, value):
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -7,12 +9,12 @@ def check_positive(name, value):
 
 
 def check_rate(name, value):
-    if not 0 <= value < 1:
+    if not isinstance(value, numbers.Real) or not 0 <= value < 1:
         raise ValueError(f"{name} must be in [0, 1), received {value!r}")
 
 
 def check_probability(name, value):
-    if not 0 < value <= 1:
+    if not isinstance(value, numbers.Real) or not 0 < value <= 1:
         raise ValueError(f"{name} must be in (0, 1], received {value!r}")
 
 

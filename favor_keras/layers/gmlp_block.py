@@ -220,6 +220,8 @@ class GMLPBlock(keras.layers.Layer):
         return cache
 
     def _check(self, inputs, visibility_mask, cache):
+        if inputs.shape.rank != 3:
+            raise ValueError(f"inputs must be [batch, length, features], received the shape {inputs.shape}")
         check_length("inputs", inputs.shape[1], self.seq_len)
         if visibility_mask is not None and self.convolution is not None:
             raise ValueError("visibility_mask must be None with short_convolution, which sees the positions before")

@@ -6,7 +6,15 @@ import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed
 from favor_keras.models.decoder_block import DecoderBlock
-from favor_keras.models.generation import Sampling, all_tokens, check_length, checked_prompt, first_token, next_token
+from favor_keras.models.generation import (
+    Sampling,
+    all_tokens,
+    check_length,
+    checked_prompt,
+    first_token,
+    next_token,
+    python_integer,
+)
 from favor_keras.models.mixers import BLOCKS, get_mixer
 from favor_keras.ops.kernels import serialize_registered
 
@@ -51,8 +59,8 @@ class CausalLM(keras.Model):
         Logits [B, T, V] in float32; with `cache` also the new cache.
 
     Raises:
-        ValueError: for an unknown mixer, arguments other than described, or more positions than
-            `max_length`.
+        ValueError: for an unknown mixer, arguments other than described, and more positions than
+            `max_length` where their number is known: not for the length that a graph leaves open.
 
     Example:
 
@@ -84,6 +92,7 @@ class CausalLM(keras.Model):
         # Keras would cast a float32 cache to the compute dtype.
         super().__init__(autocast=False, **kwargs)
         sizes = {"vocabulary_size": vocabulary_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        sizes |= {"num_heads": num_heads}
         optional = {"feed_forward_size": feed_forward_size, "max_length": max_length}
         for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
             check_positive(name, value)
@@ -98,7 +107,7 @@ class CausalLM(keras.Model):
         self.num_heads = num_heads
         self.feed_forward_size = feed_forward_size
         self.mixer = mixer
-        self.mixer_options = dict(mixer_options or {})
+        self.mixer_options = _checked_mixer_options(mixer, mixer_options)
         self.block_options = _checked_block_options(block_options)
         self.dropout_rate = dropout
         self.max_length = max_length
@@ -157,6 +166,7 @@ class CausalLM(keras.Model):
 
     def call(self, token_ids, mask=None, token_ids_mask=None, cache=None, training=None):
         mask = token_ids_mask if mask is None else mask
+        self._check_inputs(token_ids, mask, cache)
         x = self.embedding(token_ids)
         new_cache = {}
         if self.max_length is not None:
@@ -172,6 +182,17 @@ class CausalLM(keras.Model):
                 new_cache.update({f"{block.name}_{name}": tensor for name, tensor in block_cache.items()})
         logits = tf.cast(self.head(self.norm(x)), "float32")
         return logits if cache is None else (logits, new_cache)
+
+    def _check_inputs(self, token_ids, mask, cache):
+        if token_ids.shape.rank != 2:
+            raise ValueError(f"token_ids must be [batch, length], received the shape {token_ids.shape}")
+        if mask is not None and not token_ids.shape.is_compatible_with(mask.shape):
+            raise ValueError(f"mask must have the shape {token_ids.shape} of token_ids, received {mask.shape}")
+        if cache is not None and self.max_length is not None:
+            batch_size = token_ids.shape[:1]
+            if "position" not in cache or not batch_size.is_compatible_with(cache["position"].shape):
+                received = cache["position"].shape if "position" in cache else sorted(cache)
+                raise ValueError(f"cache must have a position {batch_size} as from init_cache, received {received}")
 
     def _positions(self, token_ids, mask, cache, new_cache):
         """The number of each token among the tokens that are kept."""
@@ -216,7 +237,7 @@ class CausalLM(keras.Model):
         """Continue prompts, one sampled token at a time, in one compiled loop.
 
         Args:
-            prompt: integers [B, T]; or prompts of different lengths, as a list of lists or a
+            prompt: integers [B, T]; or prompts of different lengths, as a list of lists or arrays or a
                 `tf.RaggedTensor`. At least one token each.
             max_new_tokens: how many tokens to add to each.
             temperature: the logits are divided by it before sampling; 0 takes the most likely token.
@@ -231,6 +252,7 @@ class CausalLM(keras.Model):
             ValueError: for an empty prompt, an argument out of its range, and for more than
                 `max_length` positions in all.
         """
+        max_new_tokens = python_integer(max_new_tokens)
         token_ids, mask = self._checked_prompt(prompt, max_new_tokens)
         sampling = Sampling.checked(temperature, top_k, top_p, seed)
         new_ids = self._compiled(all_tokens)(token_ids, mask, tf.constant(max_new_tokens), sampling)
@@ -252,6 +274,7 @@ class CausalLM(keras.Model):
         >>> len(list(model.stream(np.ones([1, 3], "int32"), max_new_tokens=5)))
         5
         """
+        max_new_tokens = python_integer(max_new_tokens)
         token_ids, mask = self._checked_prompt(prompt, max_new_tokens)
         return self._streamed(token_ids, mask, max_new_tokens, Sampling.checked(temperature, top_k, top_p, seed))
 
@@ -264,7 +287,7 @@ class CausalLM(keras.Model):
             yield token.numpy()
 
     def _checked_prompt(self, prompt, max_new_tokens):
-        token_ids, mask = checked_prompt(prompt)
+        token_ids, mask = checked_prompt(prompt, self.vocabulary_size)
         check_length(self, token_ids, max_new_tokens)
         if not self.built:
             self.build((None, None))
@@ -309,6 +332,19 @@ def _checked_block_options(block_options):
     if not isinstance(block_options, (dict, type(None))) or not set(block_options or {}) <= set(names):
         raise ValueError(f"block_options must be None or a dict with names among {names}, received {block_options!r}")
     return dict(block_options or {})
+
+
+def _checked_mixer_options(mixer, options):
+    if not isinstance(options, (dict, type(None))):
+        raise ValueError(f"mixer_options must be a dict or None, received {options!r}")
+    given = {"seed", "dtype"} | ({"causal"} if isinstance(mixer, str) else set())
+    given |= {"dropout", "name", "seq_len", "depth"} if mixer in BLOCKS else set()
+    if given & set(options or {}):
+        names = sorted(given & set(options))
+        raise ValueError(
+            f"mixer_options must not have what the model itself gives to mixer={mixer!r}, received {names}"
+        )
+    return dict(options or {})
 
 
 def _part_of(cache, prefix):

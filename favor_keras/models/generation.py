@@ -1,8 +1,10 @@
 """Text after a prompt, token by token: the sampling, and the loop that carries a model's cache."""
 
+import numbers
 import random
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from favor_keras.layers.arguments import check_positive, check_seed
@@ -23,11 +25,12 @@ class Sampling(NamedTuple):
         Raises:
             ValueError: for a number outside of its range.
         """
-        if not temperature >= 0:
+        if not isinstance(temperature, numbers.Real) or not temperature >= 0:
             raise ValueError(f"temperature must be at least 0, received {temperature!r}")
+        top_k, seed = python_integer(top_k), python_integer(seed)
         if top_k is not None:
             check_positive("top_k", top_k)
-        if top_p is not None and not 0 < top_p <= 1:
+        if top_p is not None and (not isinstance(top_p, numbers.Real) or not 0 < top_p <= 1):
             raise ValueError(f"top_p must be a number above 0 and at most 1, or None, received {top_p!r}")
         check_seed(seed)
         return cls(
@@ -68,14 +71,19 @@ def keep_likely(logits, top_k=None, top_p=None):
     return tf.where(logits >= least, logits, -float("inf"))
 
 
-def checked_prompt(prompt):
+def python_integer(value):
+    """An integer of NumPy as one of Python; anything else as it is."""
+    return value.item() if isinstance(value, np.integer) else value
+
+
+def checked_prompt(prompt, vocabulary_size):
     """Token ids [B, T] and their mask, None if all prompts have one length.
 
     Raises:
-        ValueError: for anything but integers, and for an empty prompt.
+        ValueError: for anything but integers, for an empty prompt, and in eager mode for ids that are not in the
+            vocabulary.
     """
-    if isinstance(prompt, (list, tuple)) and len({len(row) for row in prompt if isinstance(row, (list, tuple))}) > 1:
-        prompt = tf.ragged.constant(prompt)
+    prompt = _as_tensor(prompt)
     mask = None
     if isinstance(prompt, tf.RaggedTensor):
         lengths = prompt.row_lengths()
@@ -83,12 +91,29 @@ def checked_prompt(prompt):
             raise ValueError("prompt must have at least one token in every row, received an empty one")
         mask = tf.sequence_mask(lengths)
         prompt = prompt.to_tensor()
-    token_ids = tf.convert_to_tensor(prompt)
+    token_ids = prompt
     if token_ids.shape.rank != 2 or token_ids.shape[1] == 0:
         raise ValueError(f"prompt must be [batch, length] with length at least 1, received {token_ids.shape}")
     if not token_ids.dtype.is_integer:
         raise ValueError(f"prompt must be integers, received {token_ids.dtype.name}")
+    if tf.executing_eagerly():
+        least, greatest = int(tf.reduce_min(token_ids)), int(tf.reduce_max(token_ids))
+        if least < 0 or greatest >= vocabulary_size:
+            wrong = least if least < 0 else greatest
+            raise ValueError(f"prompt must have token ids from 0 to {vocabulary_size - 1}, received {wrong}")
     return token_ids, mask
+
+
+def _as_tensor(prompt):
+    """A prompt as a tensor, or as a ragged one if its rows have different lengths."""
+    if isinstance(prompt, tf.RaggedTensor):
+        return prompt
+    try:
+        if isinstance(prompt, (list, tuple)) and len({len(row) for row in prompt}) > 1:
+            return tf.ragged.constant([np.asarray(row).tolist() for row in prompt])
+        return tf.convert_to_tensor(prompt)
+    except (TypeError, ValueError):
+        raise ValueError(f"prompt must be integers [batch, length] or rows of integers, received {prompt!r}") from None
 
 
 def check_length(model, token_ids, max_new_tokens):
