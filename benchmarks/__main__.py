@@ -16,7 +16,13 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure the library.")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(names)}; default: all")
     parser.add_argument("--quick", action="store_true", help="fewer cases, medians of 3 instead of 7")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        metavar="FOLDER",
+        help="for the rows (JSON), the tables (Markdown) and the plots (PNG); default: benchmarks/results",
+    )
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.suites) - set(names))
     if unknown:

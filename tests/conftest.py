@@ -5,15 +5,39 @@ import os
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("AUTOGRAPH_VERBOSITY", "0")
+# XLA compiles the same programs in half the time. What it makes of them with all optimizations is checked by
+# test_attention_ops.py in a process of its own.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import functools  # noqa: E402
 import pathlib  # noqa: E402
 
-import harness  # noqa: E402, F401
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
+
+from favor_keras.ops import chunk_scan  # noqa: E402
+
+# The sequences of the tests are short, and must go through the loop of long ones. What a sequence of few chunks does
+# without the loop is tested in test_chunk_scan.py.
+chunk_scan.FEW_CHUNKS = 1
+
+# Each makes something that takes a minute, for many of its tests.
+FILES_THAT_SHARE_FIXTURES = ("test_char_lm.py", "test_export.py", "test_saving.py", "test_serve.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Runs the tests of a file that shares fixtures in one process, and each of the others wherever there is time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return file if file.endswith(FILES_THAT_SHARE_FIXTURES) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,6 @@ import pytest
 import tensorflow as tf
 from oracles import assert_close
 
-from favor_keras.ops import chunk_scan
-
-# The sequences of the tests are short, and must go through the loop of long ones. What a sequence of few chunks does
-# without the loop is tested in test_chunk_scan.py.
-chunk_scan.FEW_CHUNKS = 1
-
 TESTS = pathlib.Path(__file__).parent
 
 # A few units in the last place of the dtype that the layer computes in.

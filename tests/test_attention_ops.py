@@ -1,6 +1,7 @@
 """FAVOR+ attention: the original numbers, exact attention, causality, and the cost of long sequences."""
 
 import functools
+import os
 import pathlib
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import oracles
 import pytest
 import tensorflow as tf
+from harness import run_in_fresh_process, value_and_gradients
 from oracles import assert_close, directional_derivative, relative_error
 
 import favor_keras
@@ -20,7 +22,7 @@ from favor_keras import (
     noncausal_denominator,
     noncausal_numerator,
 )
-from favor_keras.ops import ReluKernel, SoftmaxKernel
+from favor_keras.ops import ReluKernel, SoftmaxKernel, delta_rule, spatial_gating
 from favor_keras.ops.attention import kernel_attention
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
@@ -487,6 +489,33 @@ def test_no_array_grows_in_a_loop_H16():
     sources = list(pathlib.Path(favor_keras.__file__).parent.rglob("*.py"))
     assert any(path.name == "chunk_scan.py" for path in sources)
     assert not [path for path in sources if "dynamic_size=True" in path.read_text(encoding="utf-8")]
+
+
+def compile_with_all_optimizations():
+    """Values and gradients of every op that XLA compiles, in a graph and under XLA."""
+    assert not os.environ["XLA_FLAGS"]
+    x = [tf.constant(y, tf.float32) for y in normal(4, 2, 150, 3, 8)]
+    weight = tf.constant(normal(150, 150), tf.float32) / 150
+    ops = {
+        "relu": lambda q, k, v, _: favor_attention(q, k, v, "relu", causal=True),
+        "softmax": lambda q, k, v, p: favor_attention(q, k, v, "softmax", causal=True, projection_matrix=p[0, :6, 0]),
+        "noncausal": lambda q, k, v, _: favor_attention(q, k, v, "relu", causal=False),
+        "delta_rule": lambda q, k, v, b: delta_rule(q, tf.math.l2_normalize(k, -1), v, tf.sigmoid(b[..., 0])),
+        "spatial_gating": lambda u, v, *_: spatial_gating(
+            *(tf.reshape(y, [2, 150, 24]) for y in (u, v)), weight, tf.ones([150]), causal=True
+        ),
+    }
+    for name, op in ops.items():
+        graph, compiled = (
+            tf.function(functools.partial(value_and_gradients, op), autograph=False, jit_compile=jit_compile)(x)
+            for jit_compile in (False, True)
+        )
+        for result, expected in zip(tf.nest.flatten(compiled), tf.nest.flatten(graph), strict=True):
+            assert np.abs(result - expected).max() <= 1e-5 * np.abs(expected).max(), name
+
+
+def test_all_optimizations_of_xla_leave_the_results_alone_H15():
+    run_in_fresh_process("test_attention_ops", "compile_with_all_optimizations", XLA_FLAGS="")
 
 
 # Bad arguments. `linear_attention` has its own; these are those of a kernel.

@@ -33,8 +33,6 @@ import texts  # noqa: E402
 from favor_keras import CausalLM, NoamSchedule  # noqa: E402
 from favor_keras.text import Characters  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("char_lm")  # one process, in which a fixture is made once
-
 
 def run_python(*arguments, **options):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

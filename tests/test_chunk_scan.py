@@ -102,6 +102,23 @@ def test_equals_the_recurrence_forward_and_backward(length, chunk_size, few_chun
         assert_close(np.sum(gradient * directions[name]), naive_slope(arguments, cotangents, only), 1e-9)
 
 
+@pytest.mark.parametrize("few_chunks", [1, 4], ids=["loop", "few_chunks_without"])
+def test_nothing_before_is_known_where_there_is_no_loop(few_chunks, monkeypatch):
+    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
+    is_known = []
+
+    def running_sum(state, chunk, constants):
+        is_known.append(state is None)
+        sums = tf.cumsum(chunk, axis=1) + (0.0 if state is None else state[:, None])
+        return sums, sums[:, -1]
+
+    x = tf.reshape(tf.range(6.0), [1, 6])
+    options = {"chunk_size": 2, "output_dtype": "float32", "nothing_before": True}
+    sums, total = scan_chunks(running_sum, tf.zeros([1]), x, **options)
+    assert sums.numpy().tolist() == [[0.0, 1.0, 3.0, 6.0, 10.0, 15.0]] and total.numpy().tolist() == [15.0]
+    assert is_known == ([False] * 3 if few_chunks == 1 else [True, False, False])
+
+
 SHORT = {
     "linear_attention": lambda q, k, v, log_scale: linear_attention(
         tf.exp(q), tf.exp(k), v, key_log_scale=log_scale, causal=True, return_state=True
@@ -112,8 +129,21 @@ SHORT = {
 }
 
 
+def has_loop(function, arguments):
+    graph = function.get_concrete_function(arguments).graph.as_graph_def()
+    return bool({node.op for node in graph.node} & {"While", "StatelessWhile"})
+
+
+@pytest.mark.parametrize("op", SHORT)
+def test_many_chunks_have_a_loop(op, monkeypatch):
+    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", 4)
+    for length, expected in ((256, False), (257, True)):
+        arguments = [tf.TensorSpec([2, length, 3, 5])] * 3 + [tf.TensorSpec([2, length, 3])]
+        assert has_loop(tf.function(lambda arguments: SHORT[op](*arguments), autograph=False), arguments) == expected
+
+
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("length", [65, 200, 256, 257])
+@pytest.mark.parametrize("length", [65, 256])
 @pytest.mark.parametrize("op", SHORT)
 def test_few_chunks_need_no_loop_and_give_the_same(op, length, jit_compile, monkeypatch):
     arguments = [normal(2, length, 3, 5, seed=seed) for seed in range(3)] + [normal(2, length, 3)]
@@ -124,9 +154,7 @@ def test_few_chunks_need_no_loop_and_give_the_same(op, length, jit_compile, monk
             functools.partial(value_and_gradients, SHORT[op]), autograph=False, jit_compile=jit_compile
         )
         results[few_chunks] = tf.nest.flatten(function(arguments))
-        operations = {node.op for node in function.get_concrete_function(arguments).graph.as_graph_def().node}
-        has_loop = bool(operations & {"While", "StatelessWhile"})
-        assert has_loop == (length > 64 * few_chunks)
+        assert has_loop(function, arguments) == (few_chunks == 1)
     for result, expected in zip(results[4], results[1], strict=True):
         assert_close(result, expected, 1e-5)
 

@@ -12,8 +12,6 @@ from test_causal_lm import make_model
 from favor_keras import CausalLM, export_text_model
 from favor_keras.text import Characters
 
-pytestmark = pytest.mark.xdist_group("export")  # one process, in which a fixture is made once
-
 CHARACTERS = Characters("abcdefg hij")
 PROMPTS = ["bad egg", "a", "fie"]
 LIMIT = 20

@@ -11,8 +11,6 @@ from test_fast_weights_layer import VARIANTS
 from favor_keras import CausalLM, FastWeightsAttention, FavorAttention, SelfAttention
 from favor_keras.models import DecoderBlock
 
-pytestmark = pytest.mark.xdist_group("saving")  # one process, in which a fixture is made once
-
 SIZE, SOURCE_SIZE, HIDDEN, HEADS = 6, 5, 12, 3
 # Batches and lengths other than the first: one token, less than a chunk, more than a chunk.
 SHAPES = [(2, 5, 4), (1, 1, 1), (5, 33, 7), (2, 70, 9)]

@@ -16,8 +16,6 @@ from test_causal_lm import make_model
 from favor_keras import export_text_model
 from favor_keras.text import Characters
 
-pytestmark = pytest.mark.xdist_group("serve")  # one process, in which a fixture is made once
-
 SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "serve.py"
 CHARACTERS = Characters("abcdefg hij")
 

@@ -21,7 +21,9 @@ from oracles import assert_close
 
 from favor_keras import CausalLM, FastWeightsAttention, FavorAttention, GMLPBlock, SelfAttention
 from favor_keras.models.mixers import BLOCKS, MIXERS
-from favor_keras.ops import delta_rule, linear_attention
+from favor_keras.ops import chunk_scan, delta_rule, linear_attention
+
+chunk_scan.FEW_CHUNKS = 1  # also in the processes of this file
 
 ROOT = pathlib.Path(__file__).parent.parent
 LENGTH = 70  # more than one chunk of 64
@@ -394,8 +396,7 @@ def check_training_step(mixer):
 
 @groups_of_mixers
 def test_T5_T9_T11_F11_a_training_step_is_fit_for_a_tpu(mixers):
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    run_in_fresh_process("test_strategies", "check_training_steps", *mixers, XLA_FLAGS=quick)
+    run_in_fresh_process("test_strategies", "check_training_steps", *mixers)
 
 
 def test_T11_the_check_of_loops_sees_a_dynamic_one():

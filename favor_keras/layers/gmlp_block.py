@@ -220,7 +220,7 @@ class GMLPBlock(keras.layers.Layer):
         return cache
 
     def _check(self, inputs, visibility_mask, cache):
-        if inputs.shape.rank != 3:
+        if len(inputs.shape) != 3:
             raise ValueError(f"inputs must be [batch, length, features], received the shape {inputs.shape}")
         check_length("inputs", inputs.shape[1], self.seq_len)
         if visibility_mask is not None and self.convolution is not None:

@@ -184,7 +184,7 @@ class CausalLM(keras.Model):
         return logits if cache is None else (logits, new_cache)
 
     def _check_inputs(self, token_ids, mask, cache):
-        if token_ids.shape.rank != 2:
+        if len(token_ids.shape) != 2:
             raise ValueError(f"token_ids must be [batch, length], received the shape {token_ids.shape}")
         if mask is not None and not token_ids.shape.is_compatible_with(mask.shape):
             raise ValueError(f"mask must have the shape {token_ids.shape} of token_ids, received {mask.shape}")

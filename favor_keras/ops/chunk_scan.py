@@ -23,7 +23,7 @@ import tensorflow as tf
 FEW_CHUNKS = 4
 
 
-def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, pad_values=None):
+def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, pad_values=None, nothing_before=False):
     """Apply `step` to consecutive chunks of `inputs`, carrying `state` from one to the next.
 
     Args:
@@ -40,6 +40,8 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
         output_dtype: the dtype of `output`, None if there is none.
         pad_values: structure like `inputs` of the numbers that fill up the last chunk. They must
             make tokens that leave the state alone. Default: zeros.
+        nothing_before: whether `state` is that of no token, which reads as nothing. Where there is
+            no loop, `step` gets None for it, and can leave out what would read it.
 
     Returns:
         `(output, final_state)`: a tensor [B, T, ...] or None, and a structure like `state`.
@@ -67,7 +69,7 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
     example = tf.nest.flatten(inputs)[0]
     length = example.shape[1]
     if length is not None and length <= FEW_CHUNKS * chunk_size:
-        return _scan_without_loop(step, state, inputs, constants, chunk_size)
+        return _scan_without_loop(step, None if nothing_before else state, inputs, constants, chunk_size)
     grid = _ChunkGrid(example, chunk_size)
     arguments = (state, inputs, constants)
     if pad_values is None:

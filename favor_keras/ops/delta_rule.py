@@ -98,12 +98,11 @@ def delta_rule(
     if log_decay is not None:
         inputs["log_decay"] = log_decay
     inputs, state = _checked(inputs, initial_state)
-    value_dtype = inputs["value"].dtype
+    value_dtype, dtype = inputs["value"].dtype, state.dtype
 
     def step(state, chunk, _):
-        chunk = {name: _heads_first(x, state.dtype) for name, x in chunk.items()}
-        output, state = advance(state, **chunk)
-        return tf.cast(_heads_first(output, state.dtype), value_dtype), state
+        output, state = advance(state, **{name: _heads_first(x, dtype) for name, x in chunk.items()})
+        return tf.cast(_heads_first(output, dtype), value_dtype), state
 
     output, state = scan_chunks(
         step,
@@ -111,29 +110,37 @@ def delta_rule(
         inputs,
         chunk_size=CHUNK_SIZE if chunk_size is None else chunk_size,
         output_dtype=value_dtype,
+        nothing_before=initial_state is None,
     )
     return (output, state) if return_state else output
 
 
 def advance(state, query, key, value, beta, log_decay=None):
-    """Read and write one chunk of [B, H, C, ...]: the output [B, H, C, D] and the state after it."""
+    """Read and write one chunk of [B, H, C, ...]: the output [B, H, C, D] and the state after it.
+
+    A state of None is that before the first token.
+    """
     beta = beta[..., None]
     # Keys and queries meet the same matrices, and two small products cost more than one large one.
     both = tf.concat([key, query], axis=2)
     overlaps, scores = tf.split(tf.matmul(both, key, transpose_b=True), 2, axis=2)
-    remembered, output = tf.split(tf.matmul(both, state), 2, axis=2)
+    remembered, output = (0.0, 0.0) if state is None else tf.split(tf.matmul(both, state), 2, axis=2)
     if log_decay is not None:
         decay, decay_from_start = _decays(log_decay)
         overlaps, scores = decay * overlaps, decay * scores
         remembered, output = decay_from_start * remembered, decay_from_start * output
     on_diagonal = tf.eye(tf.shape(key)[2], dtype=tf.bool)
-    system = tf.where(on_diagonal, tf.ones([], state.dtype), beta * overlaps)
+    system = tf.where(on_diagonal, tf.ones([], value.dtype), beta * overlaps)
     updates = tf.linalg.triangular_solve(system, beta * (value - remembered))  # reads the lower triangle only
     output += tf.matmul(tf.linalg.band_part(scores, -1, 0), updates)
     if log_decay is not None:
-        state *= tf.exp(tf.reduce_sum(log_decay, axis=-1))[..., None, None]
         updates *= tf.exp(tf.cumsum(log_decay, axis=-1, exclusive=True, reverse=True))[..., None]
-    return output, state + tf.matmul(key, updates, transpose_a=True)
+    written = tf.matmul(key, updates, transpose_a=True)
+    if state is None:
+        return output, written
+    if log_decay is not None:
+        state *= tf.exp(tf.reduce_sum(log_decay, axis=-1))[..., None, None]
+    return output, state + written
 
 
 def _decays(log_decay):

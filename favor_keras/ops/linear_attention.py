@@ -51,17 +51,20 @@ def zero_state(batch_size, num_heads, num_features, value_size, dtype="float32")
 
 
 def absorb(state, key_features, value, key_log_scale):
-    """The state after more keys: [B, H, C, M], [B, H, C, D], [B, H, C]."""
-    log_scale = tf.stop_gradient(tf.maximum(state["log_scale"], tf.reduce_max(key_log_scale, axis=-1)))
+    """The state after more keys: [B, H, C, M], [B, H, C, D], [B, H, C]. A state of None is that before the first."""
+    log_scale = tf.broadcast_to(tf.reduce_max(key_log_scale, axis=-1), tf.shape(key_features)[:2])
+    if state is not None:
+        log_scale = tf.maximum(state["log_scale"], log_scale)
+    log_scale = tf.stop_gradient(log_scale)
     reference = _finite(log_scale)
-    kept = tf.exp(state["log_scale"] - reference)
     key_features *= tf.exp(key_log_scale - reference[..., None])[..., None]
-    new_numerator = tf.matmul(key_features, value, transpose_a=True)
-    return {
-        "numerator": kept[..., None, None] * state["numerator"] + new_numerator,
-        "denominator": kept[..., None] * state["denominator"] + tf.reduce_sum(key_features, axis=2),
-        "log_scale": log_scale,
-    }
+    numerator = tf.matmul(key_features, value, transpose_a=True)
+    denominator = tf.reduce_sum(key_features, axis=2)
+    if state is not None:
+        kept = tf.exp(state["log_scale"] - reference)[..., None]
+        numerator += kept[..., None] * state["numerator"]
+        denominator += kept * state["denominator"]
+    return {"numerator": numerator, "denominator": denominator, "log_scale": log_scale}
 
 
 def read(state, query_features):
@@ -76,19 +79,24 @@ def read(state, query_features):
 
 
 def read_causal(state, query_features, key_features, value, key_log_scale):
-    """Like `read`, of the state and of the chunk's own keys up to each query; m_i is [B, H, C, 1]."""
+    """Like `read`, of the state (or None) and of the chunk's own keys up to each query; m_i is [B, H, C, 1]."""
     size = tf.shape(query_features)[2]
     visible = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
     visible_scales = tf.where(visible, key_log_scale[..., None, :], -math.inf)
-    log_scale = tf.maximum(tf.reduce_max(visible_scales, axis=-1), state["log_scale"][..., None])
+    log_scale = tf.reduce_max(visible_scales, axis=-1)
+    if state is not None:
+        log_scale = tf.maximum(log_scale, state["log_scale"][..., None])
     log_scale = tf.stop_gradient(log_scale)[..., None]
     reference = _finite(log_scale)
     weights = tf.matmul(query_features, key_features, transpose_b=True)
     weights *= tf.exp(visible_scales - reference)
-    numerator, denominator, state_log_scale = read(state, query_features)
-    kept = tf.exp(state_log_scale - reference)
-    numerator = kept * numerator + tf.matmul(weights, value)
-    denominator = kept * denominator + tf.reduce_sum(weights, axis=-1, keepdims=True)
+    numerator = tf.matmul(weights, value)
+    denominator = tf.reduce_sum(weights, axis=-1, keepdims=True)
+    if state is not None:
+        state_numerator, state_denominator, state_log_scale = read(state, query_features)
+        kept = tf.exp(state_log_scale - reference)
+        numerator += kept * state_numerator
+        denominator += kept * state_denominator
     return numerator, denominator, log_scale
 
 
@@ -173,6 +181,7 @@ def attend(
             chunk_size=default_chunk_size if chunk_size is None else chunk_size,
             output_dtype=output_dtype,
             pad_values={name: pads[name] for name in inputs},
+            nothing_before=initial_state is None,
         )
 
     if causal:
