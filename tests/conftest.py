@@ -40,6 +40,11 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest tests first: else one process would work on them alone in the end."""
+    items.sort(key=lambda item: item.path.name != "test_strategies.py")
+
+
 @pytest.fixture(autouse=True)
 def initial_weights():
     """Every test has the same initial weights, whichever tests ran before."""
