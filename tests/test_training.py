@@ -26,15 +26,18 @@ def text_batch(count, length, seed=0):
     return ids[:, :-1].astype("int32"), ids[:, 1:].astype("int32")
 
 
-def attention_model():
+def attention_model(length=None, dropout=0.0):
     """Embedding with a mask, causal softmax attention, cross-attention to the embedding, logits."""
-    ids = keras.Input([None], dtype="int32")
+    ids = keras.Input([length], dtype="int32")
     embedded = keras.layers.Embedding(VOCABULARY, HIDDEN, mask_zero=True)(ids)
-    attention = SelfAttention(HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, seed=1)
-    cross_attention = FavorAttention(
-        HIDDEN, HEADS, projection_matrix_type="iid", nb_random_features=8, causal=True, seed=1
+    options = {"attention_dropout": dropout, "seed": 1}
+    attention = SelfAttention(
+        HIDDEN, HEADS, kernel_transformation="softmax", causal=True, short_convolution=4, **options
     )
-    x = cross_attention(attention(embedded), embedded)
+    x = attention(embedded)
+    x = FavorAttention(HIDDEN, HEADS, projection_matrix_type="iid", nb_random_features=8, causal=True, **options)(
+        x, embedded
+    )
     return keras.Model(ids, keras.layers.Dense(VOCABULARY)(x))
 
 
@@ -209,24 +212,30 @@ def _step(blocks, x, caches):
 
 
 def train_on_two_devices(path):
-    """Fit a model on one device, and under MirroredStrategy on two logical CPUs."""
+    """Fit models under MirroredStrategy on two logical CPUs, and one of them on one device too."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     assert strategy.num_replicas_in_sync == 2
 
-    def fit():
+    def fit(make_model):
         keras.utils.set_random_seed(0)
-        model = attention_model()
+        model = make_model()
         losses = losses_of_fit(model, jit_compile=False)
         return {
             "losses": losses,
             "projections": [w.numpy().tolist() for w in model.non_trainable_weights if len(w.shape)],
         }
 
-    results = {"one": fit()}
-    with strategy.scope():
-        results["two"] = fit()
+    def in_scope(make_model):
+        with strategy.scope():
+            return fit(make_model)
+
+    results = {
+        "one": fit(attention_model),
+        "two": in_scope(attention_model),
+        "two, fixed length, dropout": in_scope(lambda: attention_model(length=9, dropout=0.1)),
+    }
     pathlib.Path(path).write_text(json.dumps(results))
 
 
