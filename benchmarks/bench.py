@@ -157,6 +157,11 @@ def least(rows, *, column="milliseconds", **labels):
     return min((row[column] for row in matching if row[column] is not None), default=None)
 
 
+def ratio(numerator, denominator):
+    """The quotient of two figures, or None where one is missing."""
+    return numerator / denominator if numerator and denominator else None
+
+
 def figure(value):
     if value is None:
         return "-"

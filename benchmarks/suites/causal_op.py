@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.baselines import cumulative_sum_attention, per_step_attention, quadratic_attention
-from benchmarks.bench import LIBRARY, Candidate, least, sizes
+from benchmarks.bench import LIBRARY, Candidate, least, ratio, sizes
 from benchmarks.measure import Program
 from benchmarks.report import Plot
 from favor_keras.ops import linear_attention
@@ -81,7 +81,7 @@ def _claim(bench, rows, column, baseline, factor):
     library, other = (least(rows, column=column, candidate=name) for name in (LIBRARY, baseline))
     comparison = {"milliseconds": "times faster than", "peak_mb": "times less memory than"}[column]
     text = f"{rows[0]['direction']}, {sizes(rows[0]['shape'])}: {comparison} {baseline}"
-    bench.claim(text, other / library if library and other else None, at_least=factor)
+    bench.claim(text, ratio(other, library), at_least=factor)
 
 
 def _claim_efficiency(bench, rows):

@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.bench import Candidate, least
+from benchmarks.bench import Candidate, least, ratio
 from benchmarks.measure import NotFeasible, Program, relative_error
 from benchmarks.report import Plot
 from favor_keras import CausalLM
@@ -57,11 +57,11 @@ def run(bench):
         for mixer in LINEAR:
             first, last = (_milliseconds(rows, mixer, batch_size, context) for context in (contexts[0], contexts[-1]))
             text = f"{mixer}, B{batch_size}: time per token after {contexts[-1]} tokens over that after {contexts[0]}"
-            bench.claim(text, last / first if first and last else None, below=1.1)
+            bench.claim(text, ratio(last, first), below=1.1)
         if batch_size == 16 and 8192 in contexts:
             favor, exact = (_milliseconds(rows, mixer, batch_size, 8192) for mixer in (YARDSTICK, EXACT))
-            ratio = exact / favor if favor and exact else None
-            bench.claim("B16: softmax's time per token after 8192 tokens over favor's", ratio, at_least=3)
+            text = "B16: softmax's time per token after 8192 tokens over favor's"
+            bench.claim(text, ratio(exact, favor), at_least=3)
     for batch_size in BATCH_SIZES:
         _stream(bench, batch_size)
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.baselines import scan_delta_rule
-from benchmarks.bench import LIBRARY, Candidate, least, sizes
+from benchmarks.bench import LIBRARY, Candidate, least, ratio, sizes
 from benchmarks.measure import Program
 from benchmarks.report import Plot
 from benchmarks.suites import causal_op
@@ -28,8 +28,8 @@ def run(bench):
     for direction, factor in ((FORWARD, 12), (BACKWARD, 25)):
         rows = _compare(bench, "main", shape, direction, RULES)
         library, other = least(rows, candidate=LIBRARY), least(rows, candidate="tf.scan")
-        ratio = other / library if library and other else None
-        bench.claim(f"{direction}, {sizes(shape)}: times faster than tf.scan", ratio, at_least=factor)
+        text = f"{direction}, {sizes(shape)}: times faster than tf.scan"
+        bench.claim(text, ratio(other, library), at_least=factor)
     equal_sizes = {**shape, "M": shape["K"]}
     build = partial(causal_op.program, LIBRARY, equal_sizes, True)
     favor = bench.compare(
@@ -40,8 +40,8 @@ def run(bench):
         direction=BACKWARD,
     )
     favor = least(favor, candidate=LIBRARY)
-    ratio = library / favor if library and favor else None
-    bench.claim(f"{BACKWARD}: time over that of causal linear attention of equal sizes", ratio, below=2.2)
+    text = f"{BACKWARD}: time over that of causal linear attention of equal sizes"
+    bench.claim(text, ratio(library, favor), below=2.2)
 
     lengths = LENGTHS[:2] if bench.quick else LENGTHS
     per_token = []
@@ -51,8 +51,8 @@ def run(bench):
         rows = _compare(bench, "length", shape, BACKWARD, rules)
         milliseconds = least(rows, candidate=LIBRARY)
         per_token.append(milliseconds / length if milliseconds else None)
-    growth = per_token[-1] / per_token[0] if None not in per_token else None
-    bench.claim(f"time per token at {lengths[-1]} over that at {lengths[0]}", growth, below=1.3)
+    text = f"time per token at {lengths[-1]} over that at {lengths[0]}"
+    bench.claim(text, ratio(per_token[-1], per_token[0]), below=1.3)
     first_calls = [row["first_call_ms"] - row["milliseconds"] for row in rows if row["milliseconds"]]
     bench.claim(f"first call at {lengths[-1]} above a later one, ms", max(first_calls, default=None), below=10_000)
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.baselines import quadratic_attention
-from benchmarks.bench import LIBRARY, Candidate, least
+from benchmarks.bench import LIBRARY, Candidate, least, ratio
 from benchmarks.measure import Program
 from benchmarks.report import Plot
 from favor_keras import SelfAttention
@@ -41,8 +41,10 @@ def run(bench):
         bench.claim(f"{mode}: growth of the peak over growth of the length", float(growth), below=1.1)
         if not bench.quick:
             bench.claim(f"{mode}: peak at {lengths[-1]} tokens, MB", peaks[-1], below=1100)
-    per_token = [least(rows, candidate=LIBRARY, shape=_shape(length)) / length for length in (lengths[0], lengths[-1])]
-    bench.claim(f"time per token at {lengths[-1]} over that at {lengths[0]}", per_token[1] / per_token[0], below=1.25)
+    first, last = (
+        ratio(least(rows, candidate=LIBRARY, shape=_shape(length)), length) for length in (lengths[0], lengths[-1])
+    )
+    bench.claim(f"time per token at {lengths[-1]} over that at {lengths[0]}", ratio(last, first), below=1.25)
 
 
 def _shape(length):

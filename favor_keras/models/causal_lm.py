@@ -91,8 +91,8 @@ class CausalLM(keras.Model):
     ):
         # Keras would cast a float32 cache to the compute dtype.
         super().__init__(autocast=False, **kwargs)
-        sizes = {"vocabulary_size": vocabulary_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        sizes |= {"num_heads": num_heads}
+        sizes = {"vocabulary_size": vocabulary_size, "hidden_size": hidden_size}
+        sizes |= {"num_layers": num_layers, "num_heads": num_heads}
         optional = {"feed_forward_size": feed_forward_size, "max_length": max_length}
         for name, value in {**sizes, **{n: v for n, v in optional.items() if v is not None}}.items():
             check_positive(name, value)

@@ -66,11 +66,9 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
     """
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size must be a positive integer, received {chunk_size!r}")
-    example = tf.nest.flatten(inputs)[0]
-    length = example.shape[1]
-    if length is not None and length <= FEW_CHUNKS * chunk_size:
-        return _scan_without_loop(step, None if nothing_before else state, inputs, constants, chunk_size)
-    grid = _ChunkGrid(example, chunk_size)
+    grid = _ChunkGrid(tf.nest.flatten(inputs)[0], chunk_size)
+    if not tf.is_tensor(grid.num_chunks) and grid.num_chunks <= FEW_CHUNKS:
+        return _scan_without_loop(step, None if nothing_before else state, inputs, constants, grid)
     arguments = (state, inputs, constants)
     if pad_values is None:
         pad_values = tf.nest.map_structure(lambda _: 0.0, inputs)
@@ -153,16 +151,12 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
     return (outputs[0] if outputs else None), tf.nest.pack_sequence_as(arguments[0], state)
 
 
-def _scan_without_loop(step, state, inputs, constants, chunk_size):
-    inputs = tf.nest.map_structure(tf.convert_to_tensor, inputs)
-    length = tf.nest.flatten(inputs)[0].shape[1]
-    num_chunks = max(-(-length // chunk_size), 1)
-    if num_chunks == 1:
+def _scan_without_loop(step, state, inputs, constants, grid):
+    if grid.num_chunks == 1:
         return step(state, inputs, constants)
-    chunk_size = -(-length // num_chunks)
     outputs = []
-    for start in range(0, length, chunk_size):
-        chunk = tf.nest.map_structure(lambda x: x[:, start : start + chunk_size], inputs)
+    for start in range(0, grid.length, grid.chunk_size):
+        chunk = tf.nest.map_structure(lambda x: x[:, start : start + grid.chunk_size], inputs)
         output, state = step(state, chunk, constants)
         outputs.append(output)
     return None if outputs[0] is None else tf.concat(outputs, axis=1), state
@@ -179,8 +173,8 @@ class _ChunkGrid:
         if self.length is None:
             self.length = tf.shape(example)[1]
         self.num_chunks = -(-self.length // chunk_size)
-        if tf.is_tensor(self.num_chunks):
-            self.num_chunks = tf.maximum(self.num_chunks, 1)  # an empty sequence is one empty chunk
+        # An empty sequence is one empty chunk.
+        self.num_chunks = tf.maximum(self.num_chunks, 1) if tf.is_tensor(self.num_chunks) else max(self.num_chunks, 1)
         self.chunk_size = -(-self.length // self.num_chunks)
         self.missing = self.num_chunks * self.chunk_size - self.length
 
