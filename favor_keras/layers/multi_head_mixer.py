@@ -7,6 +7,11 @@ import tensorflow as tf
 from favor_keras.layers.arguments import check_positive, check_rate, check_seed, check_size_or_zero
 from favor_keras.layers.masks import checked_key_mask, zero_where_masked
 from favor_keras.layers.short_convolution import ShortConvolution
+from favor_keras.ops.chunk_scan import scan_chunks
+from favor_keras.ops.linear_attention import LONG_SEQUENCE
+
+# Large enough that the caches between the pieces are small beside the inputs.
+PIECE_SIZE = 256
 
 HISTORY_NAMES = ("query_inputs", "key_inputs", "value_inputs")
 
@@ -162,6 +167,41 @@ class MultiHeadMixer(keras.layers.Layer):
             )
         flat, last_inputs = convolution(flat, mask=mask, history=history)
         return tf.reshape(flat, tf.shape(heads)), last_inputs
+
+    def _is_long(self, inputs, training):
+        """Whether the queries, keys and values of `inputs` would fill the memory, and `_in_pieces` can help.
+
+        It adds up the gradients of the weights in their own dtype, which must not be half precision, and calls a
+        piece again in the backward pass, where dropout would draw anew.
+        """
+        length = inputs.shape[1]
+        is_half = not self.variable_dtype == self.compute_dtype == self._state_dtype
+        drops = training and self.attention_dropout
+        return length is not None and length >= LONG_SEQUENCE and not is_half and not drops
+
+    def _in_pieces(self, inputs, mask):
+        """The output of `call`, piece by piece, each from the cache of those before it.
+
+        All that is kept for the backward pass are the inputs and the caches between the pieces.
+        """
+        inputs, mask = self._masked("mask", inputs, mask)
+        pieces = {"inputs": inputs}
+        if mask is not None:
+            pieces["mask"] = tf.cast(mask, inputs.dtype)
+        weights = [weight for weight in self.variables if tf.as_dtype(weight.dtype).is_floating]
+
+        def step(cache, piece, values):
+            with keras.StatelessScope(zip(weights, values)):
+                return self.call(**piece, cache=cache)
+
+        return scan_chunks(
+            step,
+            self.init_cache(tf.shape(inputs)[0]),
+            pieces,
+            [tf.convert_to_tensor(weight.value) for weight in weights],
+            chunk_size=PIECE_SIZE,
+            output_dtype=inputs.dtype,
+        )[0]
 
     def _no_inputs(self, batch_size):
         """What the short convolution remembers before the first position."""
