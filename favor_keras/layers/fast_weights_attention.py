@@ -26,7 +26,9 @@ class FastWeightsAttention(MultiHeadMixer):
 
     A position with a key seen before replaces the value that the key stands for, where attention by
     sums can only add to it. Inputs are [batch, length, features]. The memory has a fixed size and
-    is float32 under every dtype policy (float64 under float64).
+    is float32 under every dtype policy (float64 under float64). From 32,768 positions on a layer in
+    full precision computes in pieces, from the projections to the output, and keeps only the
+    memories between them.
 
     Args:
         hidden_size: size of the output, and of all heads together.

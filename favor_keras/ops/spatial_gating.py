@@ -227,15 +227,24 @@ def put_in_place(buffer, x, start, key_mask):
     """`buffer` [B, n, ...], from place `start` [B] on with the positions of x [B, T, ...] that are kept."""
     if x.shape[1] == 0:
         return buffer
+    if x.shape[1] == 1:
+        return _put_one_in_place(buffer, x, start, key_mask)
     which = tf.range(tf.shape(buffer)[1]) - start[:, None]
     is_new = (which >= 0) & (which < _count(key_mask)[:, None])
-    if x.shape[1] != 1:  # one position, as in generation, needs no gathering in the size of the buffer
-        which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
-        x = tf.gather(x, tf.gather(_kept_first(key_mask), which, batch_dims=1), batch_dims=1)
+    which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
+    x = tf.gather(x, tf.gather(_kept_first(key_mask), which, batch_dims=1), batch_dims=1)
     is_new = tf.reshape(is_new, tf.concat([tf.shape(is_new), tf.ones([x.shape.rank - 2], tf.int32)], axis=0))
     filled = tf.where(is_new, x, buffer)
     filled.set_shape(buffer.shape)  # as a loop requires that carries it
     return filled
+
+
+def _put_one_in_place(buffer, x, start, key_mask):
+    """`put_in_place` of one position, as in generation: a loop can write it without a copy of the buffer."""
+    place = tf.minimum(start, tf.shape(buffer)[1] - 1)
+    is_new = tf.reshape(key_mask[:, 0] & (place == start), [-1] + [1] * (x.shape.rank - 2))
+    row = tf.where(is_new, x[:, 0], tf.gather(buffer, place, axis=1, batch_dims=1))
+    return tf.tensor_scatter_nd_update(buffer, tf.stack([tf.range(tf.shape(place)[0]), place], axis=1), row)
 
 
 def _kept_first(key_mask):
