@@ -153,6 +153,19 @@ def test_a_bias_or_a_kernel_that_looks_across_positions_has_no_pieces(pieces):
     assert not lengths
 
 
+def test_what_is_refused_for_a_short_sequence_is_refused_for_a_long_one(pieces):
+    layer = make("relu")
+    inputs = tf.ones([2, LENGTH, SIZE])
+    for start in (LENGTH + 1, LENGTH):
+        pieces(start)
+        with pytest.raises(ValueError, match="decode_loop_step needs a cache"):
+            layer(inputs, decode_loop_step=1)
+        with pytest.raises(ValueError, match="mask must have the shape"):
+            layer(inputs, mask=tf.ones([2, LENGTH - 1]))
+        with pytest.raises(ValueError, match="received shape"):
+            layer(inputs[..., 1:])
+
+
 @pytest.mark.parametrize("name", ["relu", "gated delta rule"])
 def test_the_graph_does_not_grow_with_the_length(name):
     def size_of_graph(length):

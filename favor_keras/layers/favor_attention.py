@@ -488,7 +488,8 @@ class SelfAttention(FavorAttention):
         # Keras hands an implicit mask over as `mask`, or as `inputs_mask` once there is a cache.
         mask = inputs_mask if mask is None else mask
         can_be_cut = self.causal and isinstance(self.kernel_transformation, KernelTransformation)
-        if can_be_cut and cache is None and bias is None and self._is_long(inputs, training):
+        is_plain = cache is None and decode_loop_step is None and bias is None
+        if can_be_cut and is_plain and self._is_long(inputs, training):
             return self._in_pieces(inputs, mask)
         return super().call(
             inputs,

@@ -184,6 +184,7 @@ class MultiHeadMixer(keras.layers.Layer):
 
         All that is kept for the backward pass are the inputs and the caches between the pieces.
         """
+        _check_inputs("inputs", inputs.shape, self.query_dense.kernel.shape[0])
         inputs, mask = self._masked("mask", inputs, mask)
         pieces = {"inputs": inputs}
         if mask is not None:
