@@ -5,6 +5,8 @@ It grows with every call, or has a fixed length of which `decode_loop_step` posi
 
 import tensorflow as tf
 
+from favor_keras.ops.cache_places import put_in_place
+
 
 def written_mask(keys, decode_loop_step):
     """[1, S], True where a cache of fixed length is written; None for a growing one."""
@@ -26,11 +28,6 @@ def append_keys(cache, key, value, decode_loop_step):
     step = tf.get_static_value(decode_loop_step)
     if None not in (length, count, step) and step + count > length:
         raise ValueError(f"decode_loop_step: a cache of length {length} has no room for {count} positions after {step}")
-    return {name: _write(cache[name], new[name], decode_loop_step) for name in new}
-
-
-def _write(tensor, new, start):
-    offset = tf.range(tf.shape(tensor)[1]) - start
-    count = tf.shape(new)[1]
-    is_new = (offset >= 0) & (offset < count)
-    return tf.where(is_new[:, None, None], tf.gather(new, tf.clip_by_value(offset, 0, count - 1), axis=1), tensor)
+    start = tf.fill(tf.shape(key)[:1], tf.cast(decode_loop_step, tf.int32))
+    kept = tf.ones(tf.shape(key)[:2], tf.bool)
+    return {name: put_in_place(cache[name], new[name], start, kept) for name in new}

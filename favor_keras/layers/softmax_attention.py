@@ -4,7 +4,7 @@ import tensorflow as tf
 from favor_keras.layers.arguments import check_positive, check_rate
 from favor_keras.layers.masks import checked_key_mask, zero_where_masked
 from favor_keras.layers.spatial_gating_unit import check_cache, spec_with_cache, state_dtype
-from favor_keras.ops.spatial_gating import check_room, places_of, put_in_place, sees
+from favor_keras.ops.cache_places import check_room, places_of, put_in_place, sees
 
 CACHE_NAMES = ("keys", "values", "position")
 

@@ -6,11 +6,12 @@ import tensorflow as tf
 from favor_keras.layers.masks import log_scale_of
 from favor_keras.layers.spatial_gating_unit import state_dtype
 from favor_keras.ops.attention import kernel_attention
+from favor_keras.ops.cache_places import places_of, put_in_place, sees
 from favor_keras.ops.kernels import KernelTransformation, get_kernel
 from favor_keras.ops.linear_attention import STATE_NAMES as KERNEL_STATE_NAMES
 from favor_keras.ops.linear_attention import zero_state
 from favor_keras.ops.projections import draw_projection
-from favor_keras.ops.spatial_gating import places_of, put_in_place, sees, softmax_attention
+from favor_keras.ops.spatial_gating import softmax_attention
 
 
 class TinyAttention(keras.layers.Layer):

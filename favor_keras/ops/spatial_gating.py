@@ -19,6 +19,7 @@ mask over pairs: then each takes the rows of W that it needs, [H, B, T, S].
 
 import tensorflow as tf
 
+from favor_keras.ops.cache_places import check_room, count, kept_first, places_of, put_in_place, sees
 from favor_keras.ops.masks import checked_mask
 from favor_keras.ops.precision import full_precision
 
@@ -143,12 +144,12 @@ def _gate_by_rows(v, weight, bias, causal, toeplitz, key_mask, visibility_mask, 
     visible = sees(places, size) if causal else True
     if visibility_mask is not None:
         pairs = tf.broadcast_to(visibility_mask, tf.shape(matrix)[1:])
-        visible &= tf.gather(pairs, _kept_first(key_mask), axis=2, batch_dims=1)
+        visible &= tf.gather(pairs, kept_first(key_mask), axis=2, batch_dims=1)
     matrix = tf.where(visible, matrix, tf.zeros_like(matrix))
     mixed = tf.einsum("hbts,bshd->bthd", matrix, _split_heads(tf.cast(inputs, v.dtype), weight.shape[0]))
     gate = tf.reshape(mixed + tf.transpose(tf.gather(bias, rows, axis=1), [1, 2, 0])[..., None], tf.shape(v))
     gate = tf.where((places < size)[..., None], gate, tf.constant(float("nan"), gate.dtype))
-    position = state["position"] + tf.cast(_count(key_mask), state["position"].dtype)
+    position = state["position"] + tf.cast(count(key_mask), state["position"].dtype)
     position.set_shape(state["position"].shape)
     return gate, {"gate_inputs": inputs, "position": position}
 
@@ -213,48 +214,6 @@ def softmax_attention(query, key, value, visible):
     return tf.cast(tf.matmul(weights, tf.cast(value, dtype)), value.dtype)
 
 
-def places_of(key_mask, start):
-    """The places, from `start` [B] on, of the positions that a mask [B, T] keeps: [B, T]."""
-    return start[:, None] + tf.cumsum(tf.cast(key_mask, tf.int32), axis=1) - 1
-
-
-def sees(places, size):
-    """Whether a position at its place [B, T] sees each of `size` places, causally: [B, T, size]."""
-    return tf.range(size) <= places[..., None]
-
-
-def put_in_place(buffer, x, start, key_mask):
-    """`buffer` [B, n, ...], from place `start` [B] on with the positions of x [B, T, ...] that are kept."""
-    if x.shape[1] == 0:
-        return buffer
-    if x.shape[1] == 1:
-        return _put_one_in_place(buffer, x, start, key_mask)
-    which = tf.range(tf.shape(buffer)[1]) - start[:, None]
-    is_new = (which >= 0) & (which < _count(key_mask)[:, None])
-    which = tf.clip_by_value(which, 0, tf.shape(x)[1] - 1)
-    x = tf.gather(x, tf.gather(_kept_first(key_mask), which, batch_dims=1), batch_dims=1)
-    is_new = tf.reshape(is_new, tf.concat([tf.shape(is_new), tf.ones([x.shape.rank - 2], tf.int32)], axis=0))
-    filled = tf.where(is_new, x, buffer)
-    filled.set_shape(buffer.shape)  # as a loop requires that carries it
-    return filled
-
-
-def _put_one_in_place(buffer, x, start, key_mask):
-    """`put_in_place` of one position, as in generation: a loop can write it without a copy of the buffer."""
-    place = tf.minimum(start, tf.shape(buffer)[1] - 1)
-    is_new = tf.reshape(key_mask[:, 0] & (place == start), [-1] + [1] * (x.shape.rank - 2))
-    row = tf.where(is_new, x[:, 0], tf.gather(buffer, place, axis=1, batch_dims=1))
-    return tf.tensor_scatter_nd_update(buffer, tf.stack([tf.range(tf.shape(place)[0]), place], axis=1), row)
-
-
-def _kept_first(key_mask):
-    return tf.argsort(tf.cast(~key_mask, tf.int32), axis=1, stable=True)
-
-
-def _count(key_mask):
-    return tf.reduce_sum(tf.cast(key_mask, tf.int32), axis=1)
-
-
 def _split_heads(x, num_heads):
     return tf.reshape(x, [*tf.unstack(tf.shape(x)[:2]), num_heads, x.shape[2] // num_heads])
 
@@ -273,14 +232,6 @@ def check_length(name, length, seq_len):
     """Raise a ValueError if a length, if it is known, exceeds the length that a gate is made for."""
     if length is not None and length > seq_len:
         raise ValueError(f"{name} must have at most seq_len={seq_len} positions, received {length}")
-
-
-def check_room(places, size, name):
-    """Raise a ValueError, in eager mode, if a place lies behind the last of a cache; `name` is what set its size."""
-    if tf.executing_eagerly():
-        length = int(tf.reduce_max(places)) + 1
-        if length > size:
-            raise ValueError(f"the cache has room for {name}={size} positions, received {length} in all")
 
 
 def _checked(u, v, weight, bias, toeplitz):
