@@ -186,7 +186,8 @@ def _stream(bench, batch_size):
     length, window = (QUICK_WRITTEN, QUICK_WINDOW) if bench.quick else (WRITTEN, WINDOW)
     prompt = make_text(batch_size, 1)
     streams, errors = {}, {}
-    for mixer in (*LINEAR, EXACT):
+    # To get to the end of its stream, exact attention needs ten minutes for 16 texts.
+    for mixer in (*LINEAR, EXACT) if batch_size == 1 else LINEAR:
         model = make_model(mixer)
         errors[mixer] = _difference_of_stream(model, prompt)
         for case, start in (("first tokens", SKIPPED), ("last tokens", length - window)):
