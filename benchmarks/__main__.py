@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import pkgutil
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def main(arguments=None):
         bench = Bench(name, options.quick, getattr(suite, "YARDSTICK", LIBRARY))
         try:
             suite.run(bench)
+            bench.finished = True
         finally:
             write_report(bench, suite, options.output)
         succeeded &= bench.succeeded
@@ -41,4 +43,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended still writes its report
     sys.exit(main())

@@ -37,6 +37,7 @@ class Bench:
     Attributes:
         quick: whether the suite should measure few and small cases.
         yardstick: the candidate that must be feasible, and whose fastest mode the others are related to.
+        finished: whether the suite has come to its end.
         rows: list of dicts, in the order of measurement.
         claims: list of dicts: figures that were promised.
     """
@@ -47,6 +48,7 @@ class Bench:
         self.yardstick = yardstick
         self.repeats = 3 if quick else 7
         self.time_limit = 100 if quick else 300
+        self.finished = False
         self.rows = []
         self.claims = []
         self.environment = environment()
@@ -92,6 +94,7 @@ class Bench:
             shape, or in its own where it has another.
         """
         rows = [self._row(op, {**shape, **c.shape}, dtype, c.name, c.mode, labels) for c in candidates]
+        self.rows += rows  # at once: a report that is written after an error has what was measured before it
         calls, expected = {}, {}
         for index, (candidate, row) in enumerate(zip(candidates, rows)):
             print(f"{op} {sizes(row['shape'])} {candidate.name} {candidate.mode} ...", flush=True)
@@ -116,7 +119,6 @@ class Bench:
                 row["relative"] = row["milliseconds"] / best
             row |= {name: function(row) for name, function in (derived or {}).items()}
             print(_summary(row, derived or {}), flush=True)
-        self.rows += rows
         gc.collect()
         return rows
 

@@ -22,12 +22,13 @@ _COLUMNS = {
     "weight_error": "relative error of the weights",
 }
 _STYLES = ("-", "--", ":", "-.")
-_NOTES = """
-Milliseconds are medians of {repeats} calls, the candidates of one shape taking turns. In the next column the fastest
-mode of {yardstick} is 1: below 1, the other is faster. First call: in a new process, with tracing and compiling. Peak
-memory: of that first call, above what the process held before it. Relative error: the largest one of outputs and
-gradients, against the first candidate of the shape.
-"""
+_NOTES = {
+    "milliseconds": "Milliseconds are medians of {repeats} calls, the candidates of one shape taking turns.",
+    "relative": "In the column relative ms the fastest mode of {yardstick} is 1: below 1, the other is faster.",
+    "first_call_ms": "First call: in a new process, with tracing and compiling.",
+    "peak_mb": "Peak memory: of that first call, above what the process held before it.",
+    "error": "Relative error: the largest one of all results, against the first candidate that computes the same.",
+}
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,15 @@ def write_report(bench, suite, folder):
     """Write FOLDER/SUITE.json, FOLDER/SUITE.md and the plots."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / bench.suite
-    path.with_suffix(".json").write_text(json.dumps({"rows": bench.rows, "claims": bench.claims}, indent=1) + "\n")
+    report = {"quick": bench.quick, "finished": bench.finished, "rows": bench.rows, "claims": bench.claims}
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     drawn = [plot for plot in getattr(suite, "PLOTS", ()) if _draw(plot, bench.rows, folder / _file(bench, plot))]
     images = [f"![{plot.title}]({_file(bench, plot)})" for plot in drawn]
     title, _, explanation = suite.__doc__.strip().partition("\n")
-    parts = [f"# {bench.suite}: {title}", explanation.strip(), *_claims(bench.claims), _environment(bench)]
+    extent = [] if bench.finished else ["INCOMPLETE: the run was stopped before its end."]
+    extent += ["A quick run, with fewer cases."] if bench.quick else []
+    explanation = " ".join([*extent, explanation.strip()])
+    parts = [f"# {bench.suite}: {title}", explanation, *_claims(bench.claims), _environment(bench)]
     parts = [part for part in (*parts, _table(bench.rows), *images) if part]
     path.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
     print(f"written: {path}.json, {path}.md, {len(drawn)} plots", flush=True)
@@ -77,7 +82,9 @@ def _claims(claims):
 def _environment(bench):
     versions = ", ".join(f"{name} {version}" for name, version in bench.environment["versions"].items())
     commit = bench.environment["commit"] or "unknown"
-    notes = " ".join(_NOTES.split()).format(repeats=bench.repeats, yardstick=bench.yardstick)
+    measured = _columns(bench.rows)
+    notes = " ".join(note for column, note in _NOTES.items() if column in measured)
+    notes = notes.format(repeats=bench.repeats, yardstick=bench.yardstick)
     return f"{bench.environment['machine']}; {versions}; commit {commit}.\n\n{notes}"
 
 
@@ -85,14 +92,20 @@ def _table(rows):
     """One line per row; the columns between op and shape are the suite's own labels."""
     if not rows:
         return "No rows."
-    hidden = {"suite", "versions", "commit", "machine", "repeats", "note", "failure"}
-    columns = [name for name in rows[0] if name not in hidden]
+    columns = _columns(rows)
     lines = ["| " + " | ".join([*(_COLUMNS.get(name, name) for name in columns), "remark"]) + " |"]
     lines.append("|" + "---|" * (len(columns) + 1))
     for row in rows:
         cells = [_cell(name, row[name]) for name in columns]
         lines.append("| " + " | ".join([*cells, row["failure"] or row["note"] or ""]) + " |")
     return "\n".join(lines)
+
+
+def _columns(rows):
+    """Those that say something about some row, but for what is the same in all."""
+    hidden = {"suite", "versions", "commit", "machine", "repeats", "note", "failure"}
+    names = [name for name in rows[0] if name not in hidden] if rows else []
+    return [name for name in names if any(row[name] is not None for row in rows)]
 
 
 def _cell(name, value):
@@ -123,7 +136,9 @@ def _draw(plot, rows, path):
     colours, styles = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in zip(*lines))
     for label, points in lines.items():
         look = {"color": f"C{colours[label[0]]}", "linestyle": _STYLES[styles[label[1]]]}
-        axes.plot(*zip(*sorted(points)), marker="o", label=", ".join(label), **look)
+        # What is measured, as time, need not grow with the size that the rows go through.
+        points = points if plot.x in _COLUMNS else sorted(points)
+        axes.plot(*zip(*points), marker="o", label=", ".join(label), **look)
     if upright:
         axes.axvline(median(upright), color="black", label=plot.upright)
     canvas.suptitle(plot.title)

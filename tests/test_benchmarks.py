@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from benchmarks import measure
+from benchmarks.__main__ import main
 from benchmarks.bench import LIBRARY, Bench, Candidate
 from benchmarks.report import Plot, write_report
 from benchmarks.suites import accuracy, causal_op, decode, layers, training
@@ -85,6 +86,35 @@ def test_report_has_the_rows_the_claims_and_the_plots(tmp_path):
     assert len(json.loads((tmp_path / "suite.json").read_text())["rows"]) == 4
     table = (tmp_path / "suite.md").read_text()
     assert "- promised: 1 (below 2.0: kept)" in table and table.count("| op | ") == 5
+
+
+def test_a_run_that_is_stopped_writes_what_it_has_and_says_so(tmp_path, monkeypatch):
+    def run(bench):
+        bench.record("op", {"T": 1}, "a", "graph", {"milliseconds": 1.5})
+        bench.compare("op", {"T": 2}, [candidate(LIBRARY, 1.0), Candidate("b", "graph", stop)])
+
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layers, "run", run)
+    monkeypatch.setattr(measure, "first_call", lambda build, *_: build() and (1.0, 2.0))
+    with pytest.raises(KeyboardInterrupt):
+        main(["layers", "--output", str(tmp_path)])
+    report = json.loads((tmp_path / "layers.json").read_text())
+    assert not report["finished"] and not report["quick"]
+    assert [row["first_call_ms"] for row in report["rows"]] == [None, 1e3, None]
+    text = (tmp_path / "layers.md").read_text()
+    assert "INCOMPLETE" in text and "A quick run" not in text
+
+
+def test_the_table_leaves_out_what_was_not_measured(tmp_path):
+    bench = Bench("suite", quick=True)
+    bench.record("op", {"T": 1}, "a", "graph", {"milliseconds": 1.5})
+    bench.finished = True
+    write_report(bench, layers, tmp_path)
+    text = (tmp_path / "suite.md").read_text()
+    assert "A quick run" in text and "INCOMPLETE" not in text
+    assert "medians of 3 calls" in text and "First call" not in text and "peak memory" not in text
 
 
 @pytest.fixture
