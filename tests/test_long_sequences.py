@@ -153,6 +153,52 @@ def test_a_bias_or_a_kernel_that_looks_across_positions_has_no_pieces(pieces):
     assert not lengths
 
 
+@pytest.mark.parametrize("base", [SelfAttention, FastWeightsAttention])
+def test_what_a_subclass_does_around_the_call_is_done_once(base, pieces):
+    class Doubled(base):
+        def call(self, inputs, mask=None, training=None):
+            return 1 + super().call(2 * inputs, mask=mask, training=training)
+
+    options = {"causal": True} if base is SelfAttention else {}
+    layer = Doubled(SIZE, num_heads=2, seed=3, dtype="float64", **options)
+    inputs = np.random.default_rng(0).normal(size=[2, LENGTH, SIZE])
+    pieces(LENGTH + 1)
+    whole = layer(inputs)
+    lengths = pieces(LENGTH)
+    np.testing.assert_allclose(layer(inputs), whole, rtol=1e-9, atol=1e-11)
+    assert lengths
+
+
+def test_values_of_a_scope_around_the_call_are_used_of_all_variables(pieces):
+    layer = make("relu", "float32")
+    layer.query_dense.quantize("int8")
+    pieces(LENGTH)
+    inputs = tf.constant(np.random.default_rng(0).normal(size=[2, LENGTH, SIZE]), "float32")
+    values = [[v.value for v in group] for group in (layer.trainable_variables, layer.non_trainable_variables)]
+    expected = layer.stateless_call(*values, inputs)[0]
+    np.testing.assert_allclose(expected, layer(inputs), rtol=1e-5, atol=1e-6)
+    values[1] = [tf.zeros_like(value) if value.dtype == tf.int8 else value for value in values[1]]
+    changed = layer.stateless_call(*values, inputs)[0]
+    pieces(LENGTH + 1)
+    np.testing.assert_allclose(changed, layer.stateless_call(*values, inputs)[0], rtol=1e-5, atol=1e-6)
+    assert np.abs(changed - expected).max() > 1e-3
+
+
+def test_float8_weights_have_no_pieces_as_their_gradients_are_not_sums(pieces):
+    layer = make("relu", "float32")
+    layer.query_dense.quantize("float8")
+    lengths = pieces(LENGTH)
+    layer(tf.ones([2, LENGTH, SIZE]))
+    assert not lengths
+
+
+def test_a_projection_that_nobody_redraws_is_warned_of(pieces):
+    pieces(LENGTH)
+    layer = make("softmax kernel", redraw_interval=5)
+    with pytest.warns(UserWarning, match="needs the callback RedrawProjections"):
+        layer(tf.ones([2, LENGTH, SIZE]), training=True)
+
+
 def test_what_is_refused_for_a_short_sequence_is_refused_for_a_long_one(pieces):
     layer = make("relu")
     inputs = tf.ones([2, LENGTH, SIZE])

@@ -214,7 +214,7 @@ class FastWeightsAttention(MultiHeadMixer):
         # Keras hands an implicit mask over as `mask`, or as `inputs_mask` once there is a cache.
         mask = inputs_mask if mask is None else mask
         if cache is None and self._is_long(inputs, training):
-            return self._in_pieces(inputs, mask)
+            return self._in_pieces(FastWeightsAttention.call, inputs, mask, training)
         self._check_cache(cache)
         inputs, mask = self._masked("mask", inputs, mask)
         history = {name: cache[name] for name in cache or {} if name in HISTORY_NAMES}

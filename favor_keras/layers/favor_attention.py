@@ -490,7 +490,7 @@ class SelfAttention(FavorAttention):
         can_be_cut = self.causal and isinstance(self.kernel_transformation, KernelTransformation)
         is_plain = cache is None and decode_loop_step is None and bias is None
         if can_be_cut and is_plain and self._is_long(inputs, training):
-            return self._in_pieces(inputs, mask)
+            return self._in_pieces(SelfAttention.call, inputs, mask, training)
         return super().call(
             inputs,
             inputs,

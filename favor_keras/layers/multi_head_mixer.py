@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 
@@ -171,16 +172,18 @@ class MultiHeadMixer(keras.layers.Layer):
     def _is_long(self, inputs, training):
         """Whether the queries, keys and values of `inputs` would fill the memory, and `_in_pieces` can help.
 
-        It adds up the gradients of the weights in their own dtype, which must not be half precision, and calls a
-        piece again in the backward pass, where dropout would draw anew.
+        It adds up the gradients of the weights in their own dtype, which must not be half precision or a variable
+        (of float8) that its gradient replaces; and it calls a piece again in the backward pass, where dropout would
+        draw anew.
         """
         length = inputs.shape[1]
         is_half = not self.variable_dtype == self.compute_dtype == self._state_dtype
-        drops = training and self.attention_dropout
-        return length is not None and length >= LONG_SEQUENCE and not is_half and not drops
+        is_replaced = any(getattr(weight, "overwrite_with_gradient", False) for weight in self.variables)
+        is_random = training and self.attention_dropout
+        return length is not None and length >= LONG_SEQUENCE and not (is_half or is_replaced or is_random)
 
-    def _in_pieces(self, inputs, mask):
-        """The output of `call`, piece by piece, each from the cache of those before it.
+    def _in_pieces(self, call, inputs, mask, training):
+        """The output of `call`, the layer's class's own, piece by piece, each from the cache of those before it.
 
         All that is kept for the backward pass are the inputs and the caches between the pieces.
         """
@@ -189,11 +192,14 @@ class MultiHeadMixer(keras.layers.Layer):
         pieces = {"inputs": inputs}
         if mask is not None:
             pieces["mask"] = tf.cast(mask, inputs.dtype)
-        weights = [weight for weight in self.variables if tf.as_dtype(weight.dtype).is_floating]
+        is_weight = [tf.as_dtype(variable.dtype).is_floating for variable in self.variables]
+        weights = list(itertools.compress(self.variables, is_weight))
+        # Also what needs no gradient: a scope hides the values of one around it.
+        others = [(v, tf.convert_to_tensor(v.value)) for v, known in zip(self.variables, is_weight) if not known]
 
         def step(cache, piece, values):
-            with keras.StatelessScope(zip(weights, values)):
-                return self.call(**piece, cache=cache)
+            with keras.StatelessScope([*zip(weights, values), *others]):
+                return call(self, **piece, cache=cache, training=training)
 
         return scan_chunks(
             step,

@@ -19,7 +19,7 @@ def sees(places, size):
 
 def put_in_place(buffer, x, start, key_mask):
     """`buffer` [B, n, ...], from place `start` [B] on with the positions of x [B, T, ...] that are kept."""
-    if x.shape[1] == 0:
+    if x.shape[1] == 0 or buffer.shape[1] == 0:
         return buffer
     if x.shape[1] == 1:
         return _put_one_in_place(buffer, x, start, key_mask)
@@ -53,7 +53,7 @@ def count(key_mask):
 
 def _put_one_in_place(buffer, x, start, key_mask):
     """`put_in_place` of one position, as in generation: a loop can write it without a copy of the buffer."""
-    place = tf.minimum(start, tf.shape(buffer)[1] - 1)
+    place = tf.clip_by_value(start, 0, tf.shape(buffer)[1] - 1)
     is_new = tf.reshape(key_mask[:, 0] & (place == start), [-1] + [1] * (x.shape.rank - 2))
     row = tf.where(is_new, x[:, 0], tf.gather(buffer, place, axis=1, batch_dims=1))
     return tf.tensor_scatter_nd_update(buffer, tf.stack([tf.range(tf.shape(place)[0]), place], axis=1), row)
