@@ -208,8 +208,9 @@ def test_what_is_refused_for_a_short_sequence_is_refused_for_a_long_one(pieces):
             layer(inputs, decode_loop_step=1)
         with pytest.raises(ValueError, match="mask must have the shape"):
             layer(inputs, mask=tf.ones([2, LENGTH - 1]))
-        with pytest.raises(ValueError, match="received shape"):
-            layer(inputs[..., 1:])
+        for wrong in (inputs[..., 1:], inputs[..., 0], inputs[0, 0], inputs[None]):
+            with pytest.raises(ValueError, match="received shape"):
+                layer(wrong)
 
 
 @pytest.mark.parametrize("name", ["relu", "gated delta rule"])

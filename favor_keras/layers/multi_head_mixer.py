@@ -176,7 +176,7 @@ class MultiHeadMixer(keras.layers.Layer):
         (of float8) that its gradient replaces; and it calls a piece again in the backward pass, where dropout would
         draw anew.
         """
-        length = inputs.shape[1]
+        length = inputs.shape[1] if len(inputs.shape) == 3 else None  # `call` refuses any other rank
         is_half = not self.variable_dtype == self.compute_dtype == self._state_dtype
         is_replaced = any(getattr(weight, "overwrite_with_gradient", False) for weight in self.variables)
         is_random = training and self.attention_dropout
