@@ -94,6 +94,8 @@ class Bench:
             shape, or in its own where it has another.
         """
         rows = [self._row(op, {**shape, **c.shape}, dtype, c.name, c.mode, labels) for c in candidates]
+        for row in rows:
+            row |= dict.fromkeys(derived or {})
         self.rows += rows  # at once: a report that is written after an error has what was measured before it
         calls, expected = {}, {}
         for index, (candidate, row) in enumerate(zip(candidates, rows)):

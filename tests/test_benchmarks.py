@@ -90,8 +90,9 @@ def test_report_has_the_rows_the_claims_and_the_plots(tmp_path):
 
 def test_a_run_that_is_stopped_writes_what_it_has_and_says_so(tmp_path, monkeypatch):
     def run(bench):
-        bench.record("op", {"T": 1}, "a", "graph", {"milliseconds": 1.5})
-        bench.compare("op", {"T": 2}, [candidate(LIBRARY, 1.0), Candidate("b", "graph", stop)])
+        derived = {"ms_per_token": lambda row: row["milliseconds"]}
+        bench.compare("op", {"T": 1}, [candidate(LIBRARY, 1.0)], derived=derived)
+        bench.compare("op", {"T": 2}, [candidate(LIBRARY, 1.0), Candidate("b", "graph", stop)], derived=derived)
 
     def stop():
         raise KeyboardInterrupt
@@ -102,7 +103,8 @@ def test_a_run_that_is_stopped_writes_what_it_has_and_says_so(tmp_path, monkeypa
         main(["layers", "--output", str(tmp_path)])
     report = json.loads((tmp_path / "layers.json").read_text())
     assert not report["finished"] and not report["quick"]
-    assert [row["first_call_ms"] for row in report["rows"]] == [None, 1e3, None]
+    assert [row["first_call_ms"] for row in report["rows"]] == [1e3, 1e3, None]
+    assert [row["ms_per_token"] is None for row in report["rows"]] == [False, True, True]
     text = (tmp_path / "layers.md").read_text()
     assert "INCOMPLETE" in text and "A quick run" not in text
 
