@@ -93,9 +93,10 @@ class Bench:
             The rows, one per candidate. `relative` is the time over that of the yardstick's fastest mode in the same
             shape, or in its own where it has another.
         """
+        derived = derived or {}
         rows = [self._row(op, {**shape, **c.shape}, dtype, c.name, c.mode, labels) for c in candidates]
         for row in rows:
-            row |= dict.fromkeys(derived or {})
+            row |= dict.fromkeys(derived)
         self.rows += rows  # at once: a report that is written after an error has what was measured before it
         calls, expected = {}, {}
         for index, (candidate, row) in enumerate(zip(candidates, rows)):
@@ -119,8 +120,8 @@ class Bench:
             best = least(rows, candidate=self.yardstick, shape=row["shape"]) or own
             if best and row["milliseconds"]:
                 row["relative"] = row["milliseconds"] / best
-            row |= {name: function(row) for name, function in (derived or {}).items()}
-            print(_summary(row, derived or {}), flush=True)
+            row |= {name: function(row) for name, function in derived.items()}
+            print(_summary(row, derived), flush=True)
         gc.collect()
         return rows
 

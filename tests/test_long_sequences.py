@@ -56,10 +56,10 @@ def make(name, dtype="float64", **options):
     return layer
 
 
-def results(layer, mask=None, jit_compile=None, batch_size=2):
+def results(layer, mask=None, jit_compile=None):
     """The output and the gradients of the inputs and of all weights."""
     generator = np.random.default_rng(0)
-    inputs, d_output = (generator.normal(size=[batch_size, LENGTH, SIZE]) for _ in range(2))
+    inputs, d_output = (generator.normal(size=[2, LENGTH, SIZE]) for _ in range(2))
 
     def function(inputs, d_output):
         with tf.GradientTape() as tape:

@@ -434,7 +434,8 @@ class SelfAttention(FavorAttention):
     """`FavorAttention` of a sequence to itself: queries, keys and values come from `inputs`.
 
     From 32,768 positions on a causal layer in full precision computes in pieces, from the projections
-    to the output, and keeps only the states between them: less than half of the memory, in about the same time.
+    to the output, and keeps only the states between them: less than half of the memory, in about the
+    same time.
 
     Args:
         The arguments of `FavorAttention`.

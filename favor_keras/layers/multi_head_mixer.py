@@ -1,4 +1,3 @@
-import itertools
 import math
 import random
 
@@ -177,10 +176,12 @@ class MultiHeadMixer(keras.layers.Layer):
         draw anew.
         """
         length = inputs.shape[1] if len(inputs.shape) == 3 else None  # `call` refuses any other rank
+        if length is None or length < LONG_SEQUENCE:
+            return False
         is_half = not self.variable_dtype == self.compute_dtype == self._state_dtype
         is_replaced = any(getattr(weight, "overwrite_with_gradient", False) for weight in self.variables)
         is_random = training and self.attention_dropout
-        return length is not None and length >= LONG_SEQUENCE and not (is_half or is_replaced or is_random)
+        return not (is_half or is_replaced or is_random)
 
     def _in_pieces(self, call, inputs, mask, training):
         """The output of `call`, the layer's class's own, piece by piece, each from the cache of those before it.
@@ -188,14 +189,17 @@ class MultiHeadMixer(keras.layers.Layer):
         All that is kept for the backward pass are the inputs and the caches between the pieces.
         """
         _check_inputs("inputs", inputs.shape, self.query_dense.kernel.shape[0])
-        inputs, mask = self._masked("mask", inputs, mask)
+        inputs = tf.cast(inputs, self.compute_dtype)
         pieces = {"inputs": inputs}
         if mask is not None:
-            pieces["mask"] = tf.cast(mask, inputs.dtype)
-        is_weight = [tf.as_dtype(variable.dtype).is_floating for variable in self.variables]
-        weights = list(itertools.compress(self.variables, is_weight))
+            pieces["mask"] = tf.cast(checked_key_mask(mask, inputs, "mask"), inputs.dtype)
+
+        def is_weight(variable):
+            return tf.as_dtype(variable.dtype).is_floating
+
+        weights = [variable for variable in self.variables if is_weight(variable)]
         # Also what needs no gradient: a scope hides the values of one around it.
-        others = [(v, tf.convert_to_tensor(v.value)) for v, known in zip(self.variables, is_weight) if not known]
+        others = [(v, tf.convert_to_tensor(v.value)) for v in self.variables if not is_weight(v)]
 
         def step(cache, piece, values):
             with keras.StatelessScope([*zip(weights, values), *others]):
