@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
@@ -48,6 +49,7 @@ class Bench:
         self.yardstick = yardstick
         self.repeats = 3 if quick else 7
         self.time_limit = 100 if quick else 300
+        self.start = time.monotonic()
         self.finished = False
         self.rows = []
         self.claims = []
@@ -100,7 +102,8 @@ class Bench:
         self.rows += rows  # at once: a report that is written after an error has what was measured before it
         calls, expected = {}, {}
         for index, (candidate, row) in enumerate(zip(candidates, rows)):
-            print(f"{op} {sizes(row['shape'])} {candidate.name} {candidate.mode} ...", flush=True)
+            seconds = time.monotonic() - self.start
+            print(f"{seconds:.0f} s: {op} {sizes(row['shape'])} {candidate.name} {candidate.mode} ...", flush=True)
             if first_calls and not self._measure_first_call(candidate, row):
                 continue
             program = candidate.build()
@@ -183,8 +186,17 @@ def environment():
     return {
         "versions": {"python": platform.python_version(), "tensorflow": tf.__version__, **packages},
         "commit": _commit(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
+
+
+def _processor():
+    """The name of the processor, which Linux tells in a file alone."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
 
 
 def _commit():

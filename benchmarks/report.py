@@ -85,7 +85,9 @@ def _environment(bench):
     measured = _columns(bench.rows)
     notes = " ".join(note for column, note in _NOTES.items() if column in measured)
     notes = notes.format(repeats=bench.repeats, yardstick=bench.yardstick)
-    return f"{bench.environment['machine']}; {versions}; commit {commit}.\n\n{notes}"
+    load = bench.environment["load"]
+    machine = bench.environment["machine"] + ("" if load is None else f" (load at the start {load:.1f})")
+    return f"{machine}; {versions}; commit {commit}.\n\n{notes}"
 
 
 def _table(rows):
@@ -103,7 +105,7 @@ def _table(rows):
 
 def _columns(rows):
     """Those that say something about some row, but for what is the same in all."""
-    hidden = {"suite", "versions", "commit", "machine", "repeats", "note", "failure"}
+    hidden = {"suite", "versions", "commit", "machine", "load", "repeats", "note", "failure"}
     names = [name for name in rows[0] if name not in hidden] if rows else []
     return [name for name in names if any(row[name] is not None for row in rows)]
 

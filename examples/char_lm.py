@@ -88,7 +88,7 @@ def make_parser():
     add("--position-embedding", action="store_true", help="learn an embedding of the position; limits the length")
     add("--dropout", type=share, help="dropout rate")
 
-    add("--steps", type=count, help="training steps")
+    add("--steps", type=count, help="training steps; None is the number of the preset")
     add("--epochs", type=count, help="instead of --steps: passes over the text")
     add("--batch-size", type=count, help="windows in a training step")
     add("--block-size", type=count, help="characters in a window")
@@ -201,6 +201,7 @@ def make_model(vocabulary_size, args):
     model.build((None, args.block_size))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(make_optimizer(args), loss, jit_compile=args.jit or "auto")
+    model.optimizer.build(model.trainable_variables)  # else `fit` makes its variables, and traces the first step twice
     return model
 
 

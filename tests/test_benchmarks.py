@@ -177,7 +177,7 @@ def test_training(monkeypatch):
 
 def test_layers(monkeypatch):
     settings = {"POSITIONS": 64, "HIDDEN_SIZE": 8, "NUM_HEADS": 2, "QUICK_LENGTHS": (8,), "MODES": ("graph",)}
-    settings["LAYERS"] = {name: layers.LAYERS[name] for name in (LIBRARY, "GMLPBlock", layers.EXACT)}
+    settings["LAYERS"] = {name: layers.LAYERS[name] for name in (layers.YARDSTICK, "GMLPBlock", layers.EXACT)}
     for name, value in settings.items():
         monkeypatch.setattr(layers, name, value)
     bench = Bench("layers", quick=True)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from harness import normal, run_in_fresh_process
+from harness import normal
 from oracles import assert_close
 from test_causal_lm import greedy_without_cache
 from test_fast_weights_layer import HEADS, HIDDEN, SIZE, make_layer, variants, weights_of
@@ -367,30 +367,6 @@ def test_N4_D13_a_trained_model_decodes_like_the_whole_text_and_survives_large_w
             dense.kernel.assign(30 * dense.kernel)
     train(10)
     assert np.all(np.isfinite(model(text))) and all(np.all(np.isfinite(w)) for w in model.weights)
-
-
-def train_on_two_devices():
-    """Fit a model with dropout under MirroredStrategy on two logical CPUs."""
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert strategy.num_replicas_in_sync == 2
-    with strategy.scope():
-        model = CausalLM(
-            VOCABULARY,
-            HIDDEN,
-            num_layers=1,
-            num_heads=HEADS,
-            mixer="fast_weights",
-            mixer_options={"attention_dropout": 0.1, "use_decay": True},
-            dropout=0.1,
-        )
-        losses = losses_of_fit(model, jit_compile=False)
-    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
-
-
-def test_T1_T4_fit_on_two_devices():
-    run_in_fresh_process("test_fast_weights_options", "train_on_two_devices")
 
 
 # Generating.

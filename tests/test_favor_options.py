@@ -240,6 +240,8 @@ def test_redraw_depends_on_the_seed_and_the_number_of_draws_alone():
 def fit(model, steps, callbacks=(), steps_per_execution=1, **options):
     x = normal(steps, 4, HIDDEN)
     model.compile(keras.optimizers.SGD(1e-3), "mse", steps_per_execution=steps_per_execution, **options)
+    if model.built:
+        model.optimizer.build(model.trainable_variables)
     return model.fit(x, x, batch_size=1, verbose=0, shuffle=False, callbacks=list(callbacks))
 
 

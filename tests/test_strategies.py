@@ -18,6 +18,7 @@ import strategies
 import tensorflow as tf
 from harness import normal, run_in_fresh_process, value_and_gradients
 from oracles import assert_close
+from test_training import attention_model, losses_of_fit
 
 from favor_keras import CausalLM, FastWeightsAttention, FavorAttention, GMLPBlock, SelfAttention
 from favor_keras.models.mixers import BLOCKS, MIXERS
@@ -119,9 +120,39 @@ def fit_every_layer_with_dropout():
             x = GMLPBlock(seq_len=16, d_ffn=16, causal=True, dropout=0.1, survival_probability=0.9)(x)
             model = keras.Model(ids, keras.layers.Dense(program.VOCABULARY)(x))
             model.compile(keras.optimizers.Adam(0.03), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.optimizer.build(model.trainable_variables)
         data = np.random.default_rng(0).integers(0, program.VOCABULARY, [2, 12, 16])
         losses = model.fit(*data, batch_size=4, epochs=4, verbose=0).history["loss"]
         assert np.all(np.isfinite(losses)) and losses[-1] < losses[0], losses
+
+
+def fit_a_language_model_with_dropout():
+    with two_devices().scope():
+        mixer_options = {"attention_dropout": 0.1, "use_decay": True}
+        model = CausalLM(
+            13, 12, num_layers=1, num_heads=3, mixer="fast_weights", mixer_options=mixer_options, dropout=0.1
+        )
+        losses = losses_of_fit(model, jit_compile=False)
+    assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
+
+
+def fit_random_features_on_one_device_and_on_two():
+    """Self- and cross-attention with the softmax kernel: the same losses, and the same projections."""
+
+    def fit(**options):
+        keras.utils.set_random_seed(0)
+        model = attention_model(**options)
+        losses = losses_of_fit(model, jit_compile=False)
+        assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]
+        return losses, [w.numpy() for w in model.non_trainable_weights if len(w.shape)]
+
+    expected_losses, expected_projections = fit()
+    with two_devices().scope():
+        losses, projections = fit()
+        fit(length=9, dropout=0.1)
+    assert_close(losses, expected_losses, 1e-5)
+    for projection, expected in zip(projections, expected_projections, strict=True):
+        assert_close(projection, expected, 1e-6)
 
 
 def fail_to_fit():
@@ -145,13 +176,15 @@ def shard_batches():
 
 def check_on_two_devices():
     fit_every_layer_with_dropout()
+    fit_a_language_model_with_dropout()
+    fit_random_features_on_one_device_and_on_two()
     fail_to_fit()
     shard_batches()
     compare_spans_with_the_whole()
     run_examples_of_the_guide()
 
 
-def test_T1_T7_dropout_options_batches_and_spans_on_two_devices():
+def test_T1_T4_T7_A6_layers_options_batches_and_spans_on_two_devices():
     run_in_fresh_process("test_strategies", "check_on_two_devices")
 
 

@@ -1,8 +1,6 @@
-"""Training: fit in every mode and under a strategy, with weight decay, for long, and with large weights."""
+"""Training: fit in every mode, with weight decay, for long, and with large weights."""
 
-import json
 import os
-import pathlib
 import signal
 
 import keras
@@ -44,6 +42,9 @@ def attention_model(length=None, dropout=0.0):
 def compile_model(model, optimizer=None, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer or keras.optimizers.Adam(0.01), loss, **options)
+    if not model.built:
+        model.build((None, None))
+    model.optimizer.build(model.trainable_variables)  # else `fit` makes its variables, and traces the first step twice
     return model
 
 
@@ -149,7 +150,7 @@ def traces_of_ten_lengths(layer):
 def test_F9_ten_lengths_need_no_more_traces_than_a_stock_layer():
     ours = traces_of_ten_lengths(SelfAttention(HIDDEN, HEADS, causal=True))
     assert ours == traces_of_ten_lengths(keras.layers.Dense(HIDDEN))
-    assert max(ours) <= 3
+    assert max(ours) <= 2
 
 
 # Long training, and large weights.
@@ -206,47 +207,6 @@ def _step(blocks, x, caches):
         x, cache = block(x, cache=cache)
         new_caches.append(cache)
     return x, new_caches
-
-
-# Strategies. Logical devices must be set before TensorFlow starts, so in a process of their own.
-
-
-def train_on_two_devices(path):
-    """Fit models under MirroredStrategy on two logical CPUs, and one of them on one device too."""
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    assert strategy.num_replicas_in_sync == 2
-
-    def fit(make_model):
-        keras.utils.set_random_seed(0)
-        model = make_model()
-        losses = losses_of_fit(model, jit_compile=False)
-        return {
-            "losses": losses,
-            "projections": [w.numpy().tolist() for w in model.non_trainable_weights if len(w.shape)],
-        }
-
-    def in_scope(make_model):
-        with strategy.scope():
-            return fit(make_model)
-
-    results = {
-        "one": fit(attention_model),
-        "two": in_scope(attention_model),
-        "two, fixed length, dropout": in_scope(lambda: attention_model(length=9, dropout=0.1)),
-    }
-    pathlib.Path(path).write_text(json.dumps(results))
-
-
-def test_T1_T4_A6_fit_on_two_devices_equals_fit_on_one(tmp_path):
-    run_in_fresh_process("test_training", "train_on_two_devices", str(tmp_path / "results.json"))
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert_close(results["two"]["losses"], results["one"]["losses"], 1e-5)
-    for result in results.values():
-        assert np.all(np.isfinite(result["losses"])) and result["losses"][-1] < result["losses"][0]
-    for projection, expected in zip(results["two"]["projections"], results["one"]["projections"]):
-        assert_close(projection, expected, 1e-6)
 
 
 # A kill in the middle, and a new start.

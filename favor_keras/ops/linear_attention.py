@@ -16,9 +16,12 @@ can overflow, whatever the scales are, and so that no output depends on a later 
 cancels it carries no gradient. A key with s_j = -inf is not there; a query that sees no key gets 0.
 
 Inside a chunk the causal sums are masked products of [C, C]; what came before the chunk enters by
-its state:
+its state. With c_i the running maximum within the chunk, of which m_i is that or the one before it,
 
-    o = (Q K^T * W) V + exp(m_before - m_i) Q numerator,    W_ij = exp(s_j - m_i) for j <= i, else 0.
+    o = exp(c_i - m_i) (Q K^T * W) V + exp(m_before - m_i) Q numerator,
+    W_ij = exp(s_j - c_i) for j <= i, else 0.
+
+W has the shape of the scales: without any it is the same for all sequences and heads.
 """
 
 import math
@@ -52,19 +55,15 @@ def zero_state(batch_size, num_heads, num_features, value_size, dtype="float32")
 
 def absorb(state, key_features, value, key_log_scale):
     """The state after more keys: [B, H, C, M], [B, H, C, D], [B, H, C]. A state of None is that before the first."""
-    log_scale = tf.broadcast_to(tf.reduce_max(key_log_scale, axis=-1), tf.shape(key_features)[:2])
-    if state is not None:
-        log_scale = tf.maximum(state["log_scale"], log_scale)
-    log_scale = tf.stop_gradient(log_scale)
-    reference = _finite(log_scale)
-    key_features *= tf.exp(key_log_scale - reference[..., None])[..., None]
+    log_scale = tf.stop_gradient(tf.reduce_max(key_log_scale, axis=-1, keepdims=True))
+    key_features *= tf.exp(key_log_scale - _finite(log_scale))[..., None]
     numerator = tf.matmul(key_features, value, transpose_a=True)
-    denominator = tf.reduce_sum(key_features, axis=2)
+    sums = numerator, tf.reduce_sum(key_features, axis=2)[..., None], log_scale[..., None]
     if state is not None:
-        kept = tf.exp(state["log_scale"] - reference)[..., None]
-        numerator += kept[..., None] * state["numerator"]
-        denominator += kept * state["denominator"]
-    return {"numerator": numerator, "denominator": denominator, "log_scale": log_scale}
+        sums = _add((state["numerator"], state["denominator"][..., None], _log_scale_of(state)), sums)
+    numerator, denominator, log_scale = sums
+    log_scale = tf.broadcast_to(log_scale[..., 0, 0], tf.shape(key_features)[:2])
+    return {"numerator": numerator, "denominator": denominator[..., 0], "log_scale": log_scale}
 
 
 def read(state, query_features):
@@ -75,7 +74,7 @@ def read(state, query_features):
     """
     numerator = tf.matmul(query_features, state["numerator"])
     denominator = tf.matmul(query_features, state["denominator"][..., None])
-    return numerator, denominator, state["log_scale"][..., None, None]
+    return numerator, denominator, _log_scale_of(state)
 
 
 def read_causal(state, query_features, key_features, value, key_log_scale):
@@ -83,21 +82,24 @@ def read_causal(state, query_features, key_features, value, key_log_scale):
     size = tf.shape(query_features)[2]
     visible = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
     visible_scales = tf.where(visible, key_log_scale[..., None, :], -math.inf)
-    log_scale = tf.reduce_max(visible_scales, axis=-1)
-    if state is not None:
-        log_scale = tf.maximum(log_scale, state["log_scale"][..., None])
-    log_scale = tf.stop_gradient(log_scale)[..., None]
-    reference = _finite(log_scale)
+    log_scale = tf.stop_gradient(tf.reduce_max(visible_scales, axis=-1, keepdims=True))
     weights = tf.matmul(query_features, key_features, transpose_b=True)
-    weights *= tf.exp(visible_scales - reference)
-    numerator = tf.matmul(weights, value)
-    denominator = tf.reduce_sum(weights, axis=-1, keepdims=True)
-    if state is not None:
-        state_numerator, state_denominator, state_log_scale = read(state, query_features)
-        kept = tf.exp(state_log_scale - reference)
-        numerator += kept * state_numerator
-        denominator += kept * state_denominator
+    weights *= tf.exp(visible_scales - _finite(log_scale))
+    sums = tf.matmul(weights, value), tf.reduce_sum(weights, axis=-1, keepdims=True), log_scale
+    return sums if state is None else _add(read(state, query_features), sums)
+
+
+def _add(*sums):
+    """Two pairs of numerator and denominator, each over exp(its m), added; all over exp(the greater m)."""
+    numerators, denominators, log_scales = zip(*sums)
+    log_scale = tf.maximum(*log_scales)
+    factors = [tf.exp(m - _finite(log_scale)) for m in log_scales]
+    numerator, denominator = (factors[0] * first + factors[1] * second for first, second in (numerators, denominators))
     return numerator, denominator, log_scale
+
+
+def _log_scale_of(state):
+    return tf.stop_gradient(state["log_scale"])[..., None, None]
 
 
 def attend(
