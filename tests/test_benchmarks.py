@@ -86,6 +86,8 @@ def test_report_has_the_rows_the_claims_and_the_plots(tmp_path):
     assert len(json.loads((tmp_path / "suite.json").read_text())["rows"]) == 4
     table = (tmp_path / "suite.md").read_text()
     assert "- promised: 1 (below 2.0: kept)" in table and table.count("| op | ") == 5
+    assert bench.environment["machine"] in table
+    assert "(load at the start " in table or bench.environment["load"] is None
 
 
 def test_a_run_that_is_stopped_writes_what_it_has_and_says_so(tmp_path, monkeypatch):
@@ -213,3 +215,15 @@ def test_products_of_the_causal_op_are_counted():
     # Two chunks of 64: Q K^T 64 x 64 x 5, W V 64 x 64 x 3, Q S and K^T V 64 x 5 x 3 each.
     expected = 2 * 2 * (64 * 64 * 5 + 64 * 64 * 3 + 2 * 64 * 5 * 3)
     assert causal_op._products(1, 128, 1, 5, 3) == expected
+
+
+def test_the_speed_of_the_products_is_claimed_over_that_of_a_large_one(monkeypatch):
+    monkeypatch.setattr(causal_op, "LARGE_PRODUCT", 16)
+    monkeypatch.setattr(causal_op, "MODES", ("graph",))
+    bench = Bench("causal_op", quick=True)
+    causal_op._claim_efficiency(bench, {"B": 2, "H": 3, "T": 5, "M": 4, "D": 7})
+    op, large = bench.rows
+    assert op["failure"] is large["failure"] is None
+    # One chunk of 5: 5 x 5 x (4 + 7) and twice 5 x 4 x 7, for 6 heads in all; 16 x 16 x 16.
+    speed, speed_of_large = 2 * 6 * (275 + 280) / op["milliseconds"], 2 * 4096 / large["milliseconds"]
+    assert bench.claims[0]["measured"] == pytest.approx(speed / speed_of_large)

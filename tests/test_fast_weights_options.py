@@ -81,7 +81,6 @@ def test_A6_S17_the_projection_comes_from_the_seed_and_is_not_trained():
 
 # Arguments and config.
 
-# Regularizers hold tensors, which would start TensorFlow before `train_on_two_devices` has set its devices.
 OTHER_SETTINGS = {
     "hidden_size": 24,
     "num_heads": 2,
