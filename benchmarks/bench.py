@@ -106,9 +106,13 @@ class Bench:
             print(f"{seconds:.0f} s: {op} {sizes(row['shape'])} {candidate.name} {candidate.mode} ...", flush=True)
             if first_calls and not self._measure_first_call(candidate, row):
                 continue
-            program = candidate.build()
-            call = program.compiled(candidate.mode)
-            results = program.comparable(call())
+            try:
+                program = candidate.build()
+                call = program.compiled(candidate.mode)
+                results = program.comparable(call())
+            except Exception as error:
+                row["failure"] = measure.one_line(error)
+                continue
             same = (candidate.name, sizes(row["shape"])) if only_modes else None
             first, truth = expected.setdefault(same, (candidate, results))
             row["error"] = measure.relative_error(results, truth)

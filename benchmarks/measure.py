@@ -113,7 +113,11 @@ def _first_call(sender, build, mode):
     except (MemoryError, tf.errors.ResourceExhaustedError):
         sender.send(NotFeasible("out of memory"))
     except Exception as error:
-        sender.send(RuntimeError(f"{type(error).__name__}: {error}"[:300]))
+        sender.send(RuntimeError(one_line(error)))
+
+
+def one_line(error):
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
 
 
 class _PeakMemory:

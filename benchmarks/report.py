@@ -132,7 +132,7 @@ def _draw(plot, rows, path):
     import matplotlib  # here, so that child processes do not load it
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     canvas, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
     colours, styles = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in zip(*lines))
@@ -145,6 +145,10 @@ def _draw(plot, rows, path):
         axes.axvline(median(upright), color="black", label=plot.upright)
     canvas.suptitle(plot.title)
     axes.set(xlabel=_COLUMNS.get(plot.x, plot.x), ylabel=_COLUMNS[plot.y], xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):  # a decade has three labels, as a plot may have less than one
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(ticker.NullFormatter())
     if plot.x not in _COLUMNS:
         _mark_sizes(axes, sorted({x for points in lines.values() for x, _ in points}))
     axes.grid(alpha=0.3)

@@ -44,6 +44,19 @@ def test_a_candidate_that_differs_fails_and_is_not_timed():
     assert not bench.succeeded
 
 
+def test_a_candidate_that_raises_fails_alone_where_first_calls_are_not_measured():
+    def build():
+        raise ValueError("two\nlines")
+
+    bench = Bench("suite", quick=True)
+    right, wrong = bench.compare(
+        "op", {"T": 1}, [candidate(LIBRARY, 1.0), Candidate("other", "eager", build)], first_calls=False
+    )
+    assert right["milliseconds"] is not None and right["failure"] is None
+    assert wrong["milliseconds"] is None and wrong["failure"] == "ValueError: two lines"
+    assert not bench.succeeded
+
+
 def test_only_modes_are_compared_on_request():
     candidates = [candidate("a", 1.0), candidate("b", 2.0), candidate("b", 2.0, "graph"), candidate("b", 3.0, "graph")]
     rows = Bench("suite", quick=True).compare("op", {"T": 1}, candidates, only_modes=True)

@@ -44,7 +44,7 @@ PLOTS = [
         upright=EXACT,
     )
     for size, deviation in itertools.product(SIZES, DEVIATIONS)
-    for x, title in (("M", "number of features"), ("milliseconds", "time"))
+    for x, title in (("M", "number of projections"), ("milliseconds", "time"))
 ]
 
 

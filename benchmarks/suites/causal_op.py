@@ -1,7 +1,9 @@
 """Causal linear attention on given features, against other ways to compute the same.
 
 The library's op gets [B, T, H, .]; the baselines that are faster with the time first get [T, B, H, .], so no one
-pays for a transposition that it did not need.
+pays for a transposition that it did not need. The sums step by step are measured in a graph only, as XLA needs more
+than ten minutes to compile those of 1,024 positions; a baseline is left out where it needs more than 300 steps, or
+more than a gigabyte for one of its tensors.
 """
 
 from functools import partial
@@ -40,11 +42,12 @@ PLOTS = [
 def run(bench):
     main_shape = {"B": 4, "H": 8, "T": 256 if bench.quick else 1024, "M": 128, "D": 64}
     _compare(bench, "main", main_shape, FORWARD, BASELINES)
-    _claim_efficiency(bench, main_shape)
     rows = _compare(bench, "main", main_shape, BACKWARD, BASELINES)
-    for name, factor in (("per-step sums", 12), ("cumulative sums", 40)):
-        _claim(bench, rows, "milliseconds", name, factor)
-    _claim(bench, rows, "peak_mb", "cumulative sums", 10)
+    if not bench.quick:  # what is promised is of 1,024 positions
+        _claim_efficiency(bench, main_shape)
+        for name, factor in (("per-step sums", 12), ("cumulative sums", 40)):
+            _claim(bench, rows, "milliseconds", name, factor)
+        _claim(bench, rows, "peak_mb", "cumulative sums", 10)
     for dtype in TOLERANCES:
         for num_features in NUM_FEATURES[:2] if bench.quick else NUM_FEATURES:
             _compare(bench, "features", {**main_shape, "M": num_features}, BACKWARD, ["quadratic"], dtype)
