@@ -96,10 +96,8 @@ def _claim_efficiency(bench, shape):
     rows = bench.compare(
         "speed of products", {}, candidates, only_modes=True, first_calls=False, case="speed", direction=FORWARD
     )
-    library, one = (least(rows, candidate=name) for name in (LIBRARY, "tf.matmul"))
-    share = (
-        _products(*(shape[letter] for letter in "BTHMD")) / library * one / (2 * LARGE_PRODUCT**3) if library else None
-    )
+    times = ratio(*(least(rows, candidate=name) for name in ("tf.matmul", LIBRARY)))
+    share = times and times * _products(*(shape[letter] for letter in "BTHMD")) / (2 * LARGE_PRODUCT**3)
     bench.claim(f"{FORWARD}: speed of the op's products over that of one large product", share, at_least=0.4)
 
 

@@ -78,7 +78,7 @@ def read(state, query_features):
 
 
 def read_causal(state, query_features, key_features, value, key_log_scale):
-    """Like `read`, of the state (or None) and of the chunk's own keys up to each query; m_i is [B, H, C, 1]."""
+    """Like `read`, of the state (or None) and of the chunk's own keys up to each query; m_i fits [B, H, C, 1]."""
     size = tf.shape(query_features)[2]
     visible = tf.linalg.band_part(tf.ones([size, size], tf.bool), -1, 0)
     visible_scales = tf.where(visible, key_log_scale[..., None, :], -math.inf)
