@@ -18,7 +18,7 @@ import strategies
 import tensorflow as tf
 from harness import normal, run_in_fresh_process, value_and_gradients
 from oracles import assert_close
-from test_training import attention_model, losses_of_fit
+from test_training import HEADS, HIDDEN, VOCABULARY, attention_model, losses_of_fit
 
 from favor_keras import CausalLM, FastWeightsAttention, FavorAttention, GMLPBlock, SelfAttention
 from favor_keras.models.mixers import BLOCKS, MIXERS
@@ -128,9 +128,14 @@ def fit_every_layer_with_dropout():
 
 def fit_a_language_model_with_dropout():
     with two_devices().scope():
-        mixer_options = {"attention_dropout": 0.1, "use_decay": True}
         model = CausalLM(
-            13, 12, num_layers=1, num_heads=3, mixer="fast_weights", mixer_options=mixer_options, dropout=0.1
+            VOCABULARY,
+            HIDDEN,
+            num_layers=1,
+            num_heads=HEADS,
+            mixer="fast_weights",
+            mixer_options={"attention_dropout": 0.1, "use_decay": True},
+            dropout=0.1,
         )
         losses = losses_of_fit(model, jit_compile=False)
     assert np.all(np.isfinite(losses)) and losses[-1] < losses[0]

@@ -89,12 +89,12 @@ def read_causal(state, query_features, key_features, value, key_log_scale):
     return sums if state is None else _add(read(state, query_features), sums)
 
 
-def _add(*sums):
+def _add(first, second):
     """Two pairs of numerator and denominator, each over exp(its m), added; all over exp(the greater m)."""
-    numerators, denominators, log_scales = zip(*sums)
+    numerators, denominators, log_scales = zip(first, second)
     log_scale = tf.maximum(*log_scales)
     factors = [tf.exp(m - _finite(log_scale)) for m in log_scales]
-    numerator, denominator = (factors[0] * first + factors[1] * second for first, second in (numerators, denominators))
+    numerator, denominator = (factors[0] * x + factors[1] * y for x, y in (numerators, denominators))
     return numerator, denominator, log_scale
 
 
