@@ -154,10 +154,11 @@ def scan_chunks(step, state, inputs, constants=(), *, chunk_size, output_dtype, 
 def _scan_without_loop(step, state, inputs, constants, grid):
     if grid.num_chunks == 1:
         return step(state, inputs, constants)
+    sizes = [grid.chunk_size] * (grid.num_chunks - 1) + [grid.chunk_size - grid.missing]
+    pieces = [tf.split(x, sizes, axis=1) for x in tf.nest.flatten(inputs)]
     outputs = []
-    for start in range(0, grid.length, grid.chunk_size):
-        chunk = tf.nest.map_structure(lambda x: x[:, start : start + grid.chunk_size], inputs)
-        output, state = step(state, chunk, constants)
+    for chunk in zip(*pieces):
+        output, state = step(state, tf.nest.pack_sequence_as(inputs, chunk), constants)
         outputs.append(output)
     return None if outputs[0] is None else tf.concat(outputs, axis=1), state
 
