@@ -21,7 +21,7 @@ from favor_keras.ops import chunk_scan  # noqa: E402
 
 # The sequences of the tests are short, and must go through the loop of long ones. What a sequence of few chunks does
 # without the loop is tested in test_chunk_scan.py.
-chunk_scan.FEW_CHUNKS = 1
+chunk_scan.FEW_CHUNKS = {"graph": 1, "xla": 1}
 
 # Each makes something that takes a minute, for many of its tests.
 FILES_THAT_SHARE_FIXTURES = ("test_char_lm.py", "test_export.py", "test_saving.py", "test_serve.py")

@@ -84,11 +84,15 @@ def naive_slope(arguments, cotangents, directions):
     return directional_derivative(loss, arguments.values(), directions.values())
 
 
+def set_few_chunks(monkeypatch, graph, xla):
+    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", {"graph": graph, "xla": xla})
+
+
 @pytest.mark.parametrize("few_chunks", [1, 4], ids=["loop", "few_chunks_without"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 7, 100])
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 9])
 def test_equals_the_recurrence_forward_and_backward(length, chunk_size, few_chunks, monkeypatch):
-    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
+    set_few_chunks(monkeypatch, few_chunks, few_chunks)
     arguments, cotangents, directions = make_arguments(length)
     tensors = to_tensors(arguments)
     with tf.GradientTape() as tape:
@@ -104,7 +108,7 @@ def test_equals_the_recurrence_forward_and_backward(length, chunk_size, few_chun
 
 @pytest.mark.parametrize("few_chunks", [1, 4], ids=["loop", "few_chunks_without"])
 def test_nothing_before_is_known_where_there_is_no_loop(few_chunks, monkeypatch):
-    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
+    set_few_chunks(monkeypatch, few_chunks, few_chunks)
     is_known = []
 
     def running_sum(state, chunk, constants):
@@ -134,12 +138,14 @@ def has_loop(function, arguments):
     return bool({node.op for node in graph.node} & {"While", "StatelessWhile"})
 
 
+@pytest.mark.parametrize(("jit_compile", "longest"), [(False, 256), (True, 128)], ids=["graph", "xla"])
 @pytest.mark.parametrize("op", SHORT)
-def test_many_chunks_have_a_loop(op, monkeypatch):
-    monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", 4)
-    for length, expected in ((256, False), (257, True)):
+def test_many_chunks_have_a_loop(op, jit_compile, longest, monkeypatch):
+    set_few_chunks(monkeypatch, 4, 2)
+    for length, expected in ((longest, False), (longest + 1, True)):
         arguments = [tf.TensorSpec([2, length, 3, 5])] * 3 + [tf.TensorSpec([2, length, 3])]
-        assert has_loop(tf.function(lambda arguments: SHORT[op](*arguments), autograph=False), arguments) == expected
+        function = tf.function(lambda arguments: SHORT[op](*arguments), autograph=False, jit_compile=jit_compile)
+        assert has_loop(function, arguments) == expected
 
 
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
@@ -149,7 +155,7 @@ def test_few_chunks_need_no_loop_and_give_the_same(op, length, jit_compile, monk
     arguments = [normal(2, length, 3, 5, seed=seed) for seed in range(3)] + [normal(2, length, 3)]
     results = {}
     for few_chunks in (1, 4):
-        monkeypatch.setattr(chunk_scan, "FEW_CHUNKS", few_chunks)
+        set_few_chunks(monkeypatch, few_chunks, few_chunks)
         function = tf.function(
             functools.partial(value_and_gradients, SHORT[op]), autograph=False, jit_compile=jit_compile
         )
