@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from favor_keras.ops.xla import is_xla
 
-# How many chunks are few. A graph of 16 takes a third less time for a training step without a loop, and little more for
-# its first call. XLA makes better loops and compiles for seconds longer without one: there it pays for 4, by a tenth.
+# How many chunks are few. A training step of 16 takes a third less time in a graph without a loop, but its first call 3 s
+# more for each layer. XLA makes better loops and compiles longer without: there it pays for 4, by a tenth.
 FEW_CHUNKS = {"graph": 16, "xla": 4}
 
 
